@@ -1,0 +1,54 @@
+"""The scheduler's configuration: plain numbers, checked once."""
+
+from dataclasses import dataclass
+
+from pagedjax.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the pure scheduler. Lengths are in tokens.
+
+    `async_scheduling` plans one step ahead of the one that runs. Raises ConfigError, naming the flag.
+    """
+
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 2048
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool = True
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 8_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}; {_flag(name)}")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size {self.block_size} must be a power of two; try --block-size 16")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs {self.max_num_seqs}, "
+                "so that every running sequence can decode in one step; raise --max-num-batched-tokens"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must reach max_model_len "
+                f"{self.max_model_len}; raise --max-num-batched-tokens or drop --no-enable-chunked-prefill"
+            )
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return 2 if self.async_scheduling else 1
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def _flag(name: str) -> str:
+    return f"set --{name.replace('_', '-')}"

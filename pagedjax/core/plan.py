@@ -1,0 +1,46 @@
+"""One step's work: which tokens of which sequences, and the blocks that hold their keys and values."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """Tokens `start .. start + length - 1` of one sequence. (NamedTuple: 256 are made each step, at a third of a
+    frozen dataclass's cost.)
+
+    `blocks` is the sequence's block table and covers every position below `start + length`. `samples` says that
+    the row ends at the sequence's last token, so the step samples the next one. The token at `start` of a decode
+    row may have been sampled by the step before and be known only on the device.
+    """
+
+    sequence_id: int
+    start: int
+    length: int
+    blocks: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A packed batch: rows of length 1 that decode come first, then prefill chunks."""
+
+    plan_id: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.length for row in self.rows)
+
+
+class RowResult(NamedTuple):
+    """What one row of a plan gave, in the plan's row order.
+
+    `num_accepted` tokens were sampled and kept (0 for a chunk that does not reach the prompt's end).
+    `finish` is why the sequence ended, or None. `block_hashes` are those of blocks that the accepted tokens
+    complete, continuing the chain of `Arrived.block_hashes`.
+    """
+
+    sequence_id: int
+    num_accepted: int
+    finish: str | None = None
+    block_hashes: tuple[bytes, ...] = ()
