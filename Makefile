@@ -1,0 +1,108 @@
+# Two commands: `make serve` and `make test`. Each sets up what it needs and may be run first; `make help` lists the rest.
+# Variables: PYTHON=<interpreter> MODEL=<name or path> HOST= PORT= ARGS="<further arguments>"
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help serve chat test lint types notebooks bench clean
+MAKEFLAGS += --no-print-directory
+
+VENV   ?= .venv
+PYTHON ?=
+MODEL  ?= smollm2-135m
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+ARGS   ?=
+
+BIN  := $(VENV)/bin
+BASE := $(VENV)/.installed
+DEV  := $(VENV)/.installed-dev
+PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+SAY  := @printf '\033[1m==> %s\033[0m\n'
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo '  Variables: PYTHON= MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) ARGS="<further arguments>"'
+
+serve: $(BASE) ## serve MODEL with OpenAI's API on http://HOST:PORT
+	$(SAY) 'Serving $(MODEL) on http://$(HOST):$(PORT) (Ctrl-C stops)'
+	@exec $(BIN)/pagedjax serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+chat: $(BASE) ## chat with MODEL in the terminal
+	@exec $(BIN)/pagedjax chat $(MODEL) $(ARGS)
+
+test: $(DEV) ## run the tests (ARGS="-k name" selects)
+	$(SAY) 'Running the tests'
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV) ## check style and formatting
+	$(SAY) 'Checking style'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(DEV) ## check the types of core, engine and serving
+	$(SAY) 'Checking types'
+	@$(BIN)/mypy
+
+notebooks: $(DEV) ## run every notebook from top to bottom
+	$(SAY) 'Running the notebooks'
+	@$(BIN)/jupyter-execute notebooks/*.ipynb
+
+bench: $(DEV) ## measure MODEL (ARGS="serve --request-rate 2"; default: throughput)
+	$(SAY) 'Measuring $(MODEL)'
+	@$(BIN)/pagedjax bench $(or $(ARGS),throughput)
+
+clean: ## remove the environment and what tools left behind
+	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+# A stamp file says which inputs an installation has seen, so that nothing is installed twice.
+
+$(BASE): $(VENV)/.created pyproject.toml constraints.txt
+	$(SAY) 'Installing pagedjax and what it needs into $(VENV) (about 600 MB, once)'
+	@$(PIP) -e .
+	@touch $@
+
+$(DEV): $(VENV)/.created pyproject.toml constraints.txt
+	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 900 MB, once)'
+	@$(PIP) -e '.[dev]'
+	@touch $(BASE) $@
+
+# An environment that is there and runs is kept, whoever made it.
+$(VENV)/.created:
+	@$(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && touch $@ && exit; \
+	python=$$(bash -c "$$FIND_PYTHON") || exit 1; \
+	printf '\033[1m==> Creating %s with %s (%s)\033[0m\n' '$(VENV)' "$$($$python --version)" "$$python"; \
+	$$python -m venv --clear $(VENV) && touch $@
+
+ifneq ($(PYTHON),)
+$(VENV)/.created: | wanted-python
+.PHONY: wanted-python
+wanted-python:
+	@version='import sys; print("%d.%d" % sys.version_info[:2])'; \
+	wanted=$$($(PYTHON) -c "$$version") || { echo 'PYTHON=$(PYTHON) does not run.' >&2; exit 1; }; \
+	if [ -x $(BIN)/python ] && [ "$$($(BIN)/python -c "$$version")" != "$$wanted" ]; then \
+	  echo "$(VENV) was made with another Python than $$wanted; run 'make clean' first." >&2; exit 1; fi
+endif
+
+# Prints the interpreter to use: PYTHON if given, else the best of 3.12, 3.13, 3.11 that runs and can make environments.
+define FIND_PYTHON
+suits() { "$$1" -c "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in [$$2])" 2>/dev/null; }
+if [ -n "$$PYTHON" ]; then
+  suits "$$PYTHON" '(3, 11), (3, 12), (3, 13)' && exec echo "$$PYTHON"
+  echo "PYTHON=$$PYTHON must run, be Python 3.11, 3.12 or 3.13 and have the modules venv and ensurepip." >&2
+  exit 1
+fi
+for minor in 12 13 11; do
+  named=$$(type -ap "python3.$$minor" python3 python)
+  pyenv=$$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$minor".*/bin/python "$$HOME/.pyenv/versions/3.$$minor".*/bin/python 2>/dev/null | sort -rV)
+  for python in $$named $$pyenv; do
+    suits "$$python" "(3, $$minor)" && exec echo "$$python"
+  done
+done
+echo 'No suitable Python found: pagedjax needs Python 3.12, 3.13 or 3.11 with the modules venv and ensurepip' >&2
+echo '(some systems ship them apart, as python3-venv). Install one, or name one: make <target> PYTHON=<interpreter>' >&2
+exit 1
+endef
+export FIND_PYTHON PYTHON
