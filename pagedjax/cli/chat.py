@@ -1,0 +1,161 @@
+"""A conversation in the terminal, with an engine in this process or with any server that speaks OpenAI's API.
+
+Both are an `Ask`: a function that takes the messages so far and writes the answer piece by piece. Ctrl-C stops an
+answer and keeps what was said of it; Ctrl-D or /quit leaves; /reset forgets the conversation.
+"""
+
+import asyncio
+import http.client
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from pagedjax.core.errors import ConfigError, RequestError
+from pagedjax.core.request import SamplingParams
+
+Message = dict[str, str]
+Write = Callable[[str], None]
+Ask = Callable[[list[Message], Write], None]
+
+COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def converse(ask: Ask, *, system: str | None = None) -> None:
+    """Read lines from standard input and answer each until the input ends. Prompts are shown on a terminal only."""
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for input())
+        print(COMMANDS)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while (line := _read_line("\n> " if on_terminal else "")) is not None:
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/reset":
+            messages = list(opening)
+        elif line.startswith("/"):
+            print(f"Unknown command {line.split()[0]}. {COMMANDS}", file=sys.stderr)
+        elif line:
+            messages = _turn(ask, [*messages, {"role": "user", "content": line}])
+
+
+@contextmanager
+def local(config: Any, params: SamplingParams) -> Iterator[Ask]:
+    """Answers from an engine in this process; it starts on entry (which takes a while) and stops on exit."""
+    from pagedjax.engine.async_engine import AsyncEngine
+
+    with asyncio.Runner() as runner:
+        engine = AsyncEngine.from_config(config)
+        try:
+            runner.run(engine.start())
+            yield lambda messages, write: runner.run(_generate(engine, messages, params, write))
+        finally:
+            runner.run(engine.stop(drain_s=0))
+
+
+@contextmanager
+def remote(
+    url: str, sampling: dict[str, Any], *, model: str | None = None, api_key: str | None = None
+) -> Iterator[Ask]:
+    """Answers from the server at `url` (with or without /v1), by its first model unless `model` names one."""
+    url = url.rstrip("/").removesuffix("/v1")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with _request(url, "GET", "/v1/models", headers) as response:
+            model = model or json.load(response)["data"][0]["id"]
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        raise ConfigError(f"no server that speaks OpenAI's API answers at {url}: {error}; check --url") from error
+
+    def ask(messages: list[Message], write: Write) -> None:
+        body = sampling | {"model": model, "messages": messages, "stream": True}
+        try:
+            with _request(url, "POST", "/v1/chat/completions", headers, json.dumps(body)) as response:
+                for piece in _pieces(response):
+                    write(piece)
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"the server at {url} broke off: {error}") from error
+
+    yield ask
+
+
+def _turn(ask: Ask, messages: list[Message]) -> list[Message]:
+    """Ask once and show the answer; gives the conversation with it, or without the question if it was refused."""
+    answer: list[str] = []
+
+    def write(piece: str) -> None:
+        answer.append(piece)
+        print(piece, end="", flush=True)
+
+    try:
+        ask(messages, write)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    except RequestError as error:
+        hint = " (/reset starts anew)" if error.code == "context_length_exceeded" else ""
+        print(f"{error}{hint}", file=sys.stderr)
+        return messages[:-1]
+    print(flush=True)
+    return [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _read_line(prompt: str) -> str | None:
+    """The next line without its outer white space, or None at the input's end. Ctrl-C gives an empty line."""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print()
+        return ""
+
+
+async def _generate(engine: Any, messages: list[Message], params: SamplingParams, write: Write) -> None:
+    # The template writes the special tokens itself.
+    prompt_ids = engine.tokenizer.encode(engine.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    stream = engine.submit(prompt_ids, params)
+    try:
+        async for delta in stream:
+            write(delta.text)
+    finally:
+        stream.abort()
+
+
+@contextmanager
+def _request(url: str, method: str, path: str, headers: dict[str, str], body: str | None = None) -> Iterator[Any]:
+    """The open response; leaving closes the connection. Raises RequestError for an error status."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url} must begin with http:// or https://")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    with closing(kind(parts.hostname, parts.port)) as connection:
+        connection.request(method, parts.path + path, body, headers)
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise _refusal(response.status, response.read())
+            yield response
+
+
+def _refusal(status: int, body: bytes) -> RequestError:
+    with suppress(ValueError, LookupError, TypeError):
+        error = json.loads(body)["error"]
+        return RequestError(error["message"], param=error.get("param"), code=error.get("code"))
+    return RequestError(f"the server answered {status}: {body[:200].decode(errors='replace')}")
+
+
+def _pieces(response: Any) -> Iterator[str]:
+    """The text of each server-sent event, up to [DONE]."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        event = line[5:].strip()
+        if event == b"[DONE]":
+            return
+        chunk = json.loads(event)
+        if "error" in chunk:
+            raise _refusal(200, event)
+        for choice in chunk.get("choices", ()):
+            yield choice["delta"].get("content") or ""
