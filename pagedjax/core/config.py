@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from pagedjax.core.errors import ConfigError
 
+_COUNTS = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -24,20 +26,20 @@ class SchedulerConfig:
     max_queued_tokens: int = 8_000_000
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}; {_flag(name)}")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size {self.block_size} must be a power of two; try --block-size 16")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs {self.max_num_seqs}, "
-                "so that every running sequence can decode in one step; raise --max-num-batched-tokens"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs "
+                f"{self.max_num_seqs}, so that every running sequence can decode in one step; raise --max-num-batched-tokens"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
-                f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must reach max_model_len "
-                f"{self.max_model_len}; raise --max-num-batched-tokens or drop --no-enable-chunked-prefill"
+                f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must reach "
+                f"max_model_len {self.max_model_len}; raise --max-num-batched-tokens or drop --no-enable-chunked-prefill"
             )
 
     @property

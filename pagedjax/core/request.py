@@ -158,7 +158,7 @@ def _check_stops(params: SamplingParams) -> None:
 def _check_logit_bias(params: SamplingParams) -> None:
     bias = params.logit_bias or {}
     if len(bias) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
+        raise RequestError(f"logit_bias has {len(bias)} entries; the most is {MAX_LOGIT_BIAS}", param="logit_bias")
     for token_id, value in bias.items():
         if not _is_int(token_id) or token_id < 0:
             raise RequestError(f"logit_bias key {token_id!r} is not a token id", param="logit_bias")

@@ -1,0 +1,39 @@
+"""Leaving the running set, once no step in flight contains the sequence any more."""
+
+from dataclasses import replace
+
+from pagedjax.core import waiting as lines
+from pagedjax.core.blocks import give
+from pagedjax.core.errors import SchedulerError
+from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
+
+
+def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
+    """Send off every sequence that is marked to leave and is in no plan in flight, and free its blocks."""
+    leavers = [s for s in state.running if s.phase is not Phase.RUNNING and s.num_in_flight == 0]
+    if not leavers:
+        return state, ()
+    pool, waiting, effects = state.pool, state.waiting, []
+    for sequence in leavers:
+        pool = give(pool, sequence.blocks)
+        if next_phase(sequence.phase, Cause.DRAIN) is Phase.WAITING:
+            waiting = lines.park(waiting, back_in_line(sequence))
+            effects.append(Preempt(sequence.sequence_id, sequence.num_computed))
+        else:
+            effects.append(_finish(sequence))
+    gone = {s.sequence_id for s in leavers}
+    running = tuple(s for s in state.running if s.sequence_id not in gone)
+    return replace(state, running=running, pool=pool, waiting=waiting), tuple(effects)
+
+
+def back_in_line(sequence: Sequence) -> Sequence:
+    """The sequence with its tokens but without its blocks: its keys and values will be computed again."""
+    return sequence._replace(
+        phase=Phase.WAITING, num_expected=sequence.num_tokens, num_computed=0, num_planned=0, num_cached=0, blocks=()
+    )
+
+
+def _finish(sequence: Sequence) -> Finish:
+    if sequence.finish is None:
+        raise SchedulerError(f"sequence {sequence.sequence_id} ends without a reason")
+    return Finish(sequence.sequence_id, sequence.finish)

@@ -1,0 +1,39 @@
+"""Prefix caching: blocks with equal contents after equal prefixes are computed once and shared.
+
+A block's name is a hash chain, sha256(parent's name, the block's token ids), so equal names mean equal whole prefixes.
+The last token of a context is never taken from the cache: its logits are needed to sample the next one.
+"""
+
+from hashlib import sha256
+
+from immutables import Map
+
+from pagedjax.core.blocks import BlockPool
+
+ROOT_HASH = b"pagedjax"
+
+
+def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
+    """The name of a full block: `parent` names the block before it (ROOT_HASH, or a salt, for the first);
+    `token_bytes` are its token ids as little-endian int32."""
+    return sha256(parent + token_bytes).digest()
+
+
+def max_prefix_blocks(num_tokens: int, block_size: int) -> int:
+    """How many leading blocks a context of `num_tokens` may take from the cache."""
+    return (num_tokens - 1) // block_size
+
+
+def longest_prefix(
+    pool: BlockPool, pending: Map[bytes, int], block_hashes: tuple[bytes, ...], max_blocks: int
+) -> tuple[int, ...]:
+    """The longest run of leading blocks that are cached, or that a plan in flight is computing (`pending`)."""
+    found: list[int] = []
+    for block_hash in block_hashes[:max_blocks]:
+        block_id = pool.cached.get(block_hash)
+        if block_id is None:
+            block_id = pending.get(block_hash)
+        if block_id is None:
+            break
+        found.append(block_id)
+    return tuple(found)

@@ -1,0 +1,206 @@
+"""The scheduler's whole world as one value, the events that change it and the effects that it asks for.
+
+A sequence's life (`TRANSITIONS`): it waits, runs, and leaves the running set in two phases, because a step that
+contains it may still be in flight: it is first marked (yielding, finishing, aborting) and left out of new plans; when
+the last step that contains it is done it is *drained*: back in line, or gone.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from immutables import Map
+
+from pagedjax.core.blocks import BlockPool
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.draw import state_html
+from pagedjax.core.errors import SchedulerError
+from pagedjax.core.plan import RowResult, StepPlan
+from pagedjax.core.request import FinishReason, Request
+
+
+class Phase(StrEnum):
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    YIELDING = "yielding"
+    FINISHING = "finishing"
+    ABORTING = "aborting"
+    FINISHED = "finished"
+
+
+class Cause(StrEnum):
+    ARRIVE = "arrive"
+    ADMIT = "admit"
+    PREEMPT = "preempt"
+    FINISH = "finish"
+    ABORT = "abort"
+    DRAIN = "drain"
+
+
+TRANSITIONS: dict[tuple[Phase, Cause], Phase] = {
+    (Phase.NEW, Cause.ARRIVE): Phase.WAITING,
+    (Phase.WAITING, Cause.ADMIT): Phase.RUNNING,
+    (Phase.WAITING, Cause.ABORT): Phase.FINISHED,
+    (Phase.RUNNING, Cause.PREEMPT): Phase.YIELDING,
+    (Phase.RUNNING, Cause.FINISH): Phase.FINISHING,
+    (Phase.RUNNING, Cause.ABORT): Phase.ABORTING,
+    (Phase.YIELDING, Cause.DRAIN): Phase.WAITING,
+    (Phase.YIELDING, Cause.FINISH): Phase.FINISHING,
+    (Phase.YIELDING, Cause.ABORT): Phase.ABORTING,
+    (Phase.FINISHING, Cause.ABORT): Phase.FINISHING,
+    (Phase.FINISHING, Cause.DRAIN): Phase.FINISHED,
+    (Phase.ABORTING, Cause.ABORT): Phase.ABORTING,
+    (Phase.ABORTING, Cause.DRAIN): Phase.FINISHED,
+}
+
+
+class Sequence(NamedTuple):
+    """One sequence and how far it is, in tokens. (NamedTuple: two are made per row and step, at half the cost of a
+    frozen dataclass.)
+
+    Confirmed by finished steps: `num_tokens` (prompt and accepted) and `num_computed` (those whose keys and values are
+    in the cache). Including the plans in flight: `num_expected` tokens, `num_planned` computed; `num_in_flight`
+    counts the plans that contain it. `num_cached` tokens came from the prefix cache when it was last admitted.
+    `block_hashes` names every full block of its tokens so far.
+    """
+
+    request: Request
+    arrival_us: int
+    phase: Phase
+    num_tokens: int
+    num_expected: int
+    num_computed: int
+    num_planned: int
+    num_cached: int
+    num_in_flight: int
+    blocks: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    finish: FinishReason | None = None
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who goes first: the smallest. Priority, then time of arrival."""
+        return self.request.priority, self.arrival_us, self.request.sequence_id
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens whose keys and values it can ever need: the last sampled one is never computed."""
+        return self.request.prompt_len + self.request.max_tokens - 1
+
+
+class Lane(NamedTuple):
+    """The line of one priority: `parked` sequences, which have run before, by rank, and new ones in order of arrival
+    (ticket -> sequence, tickets from `head` to `tail` with holes where one was taken out)."""
+
+    parked: tuple[Sequence, ...] = ()
+    line: Map[int, Sequence] = Map()
+    head: int = 0
+    tail: int = 0
+
+
+class Waiting(NamedTuple):
+    """All waiting sequences. `places` finds one by its id: (priority, ticket), ticket None if parked."""
+
+    lanes: Map[int, Lane] = Map()
+    places: Map[int, tuple[int, int | None]] = Map()
+    num_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the scheduler knows. `running` is in rank order; `in_flight` plans are in order of execution.
+
+    `pending` names the blocks that plans in flight are computing (hash -> block id): later plans may read them.
+    """
+
+    config: SchedulerConfig
+    waiting: Waiting
+    running: tuple[Sequence, ...]
+    pool: BlockPool
+    pending: Map[bytes, int]
+    in_flight: tuple[StepPlan, ...]
+    next_plan_id: int
+    now_us: int
+
+    def _repr_html_(self) -> str:
+        return state_html(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request to queue. `block_hashes` names the full blocks of its prompt; empty, its prefix is not looked up."""
+
+    request: Request
+    block_hashes: tuple[bytes, ...]
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The caller is gone. An unknown id is ignored: the sequence may have finished a moment ago."""
+
+    sequence_id: int
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDue:
+    """Plan the next step, if there is work and one more step may be in flight."""
+
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The oldest plan in flight is done; `results` are in its row order."""
+
+    plan_id: int
+    results: tuple[RowResult, ...]
+    now_us: int
+
+
+Event = Arrived | Aborted | StepDue | StepDone
+
+
+class RunStep(NamedTuple):
+    plan: StepPlan
+
+
+class Preempt(NamedTuple):
+    """The sequence is back in line and its blocks are given up; `num_lost_tokens` must be computed again
+    (fewer, where the prefix cache still has them)."""
+
+    sequence_id: int
+    num_lost_tokens: int
+
+
+class Finish(NamedTuple):
+    sequence_id: int
+    reason: FinishReason
+
+
+class Reject(NamedTuple):
+    """The request can never run, or the queue is full. `code` is OpenAI's."""
+
+    sequence_id: int
+    code: str
+    message: str
+
+
+Effect = RunStep | Preempt | Finish | Reject
+
+
+def next_phase(phase: Phase, cause: Cause) -> Phase:
+    """Where `cause` leads from `phase`. Raises SchedulerError if it leads nowhere."""
+    target = TRANSITIONS.get((phase, cause))
+    if target is None:
+        raise SchedulerError(f"a {phase} sequence cannot {cause}")
+    return target
