@@ -78,11 +78,6 @@ def field_types(config_class: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in _fields(config_class)}
 
 
-def pick(settings: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """The part of `settings` that `config_class` takes as keywords."""
-    return {field.name: settings[field.name] for field in _fields(config_class) if field.name in settings}
-
-
 def _fields(config_class: type, without: frozenset[str] = frozenset()) -> Iterator[dataclasses.Field[Any]]:
     return (field for field in dataclasses.fields(config_class) if field.init and field.name not in without)
 

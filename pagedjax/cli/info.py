@@ -1,0 +1,70 @@
+"""What a bug report needs: versions, devices, which backends were chosen and why, what the model cache holds."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from pagedjax import __version__
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "gguf",
+    "starlette",
+    "uvicorn",
+    "jax-triton",
+)
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
+
+
+def report() -> str:
+    """Several lines of text, under headings."""
+    parts = {"versions": _versions, "processor": _processor, "devices": _devices}
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines())]) for title, lines in parts.items())
+
+
+def _versions() -> Iterator[str]:
+    yield _row("pagedjax", __version__)
+    yield _row("python", f"{platform.python_version()} on {platform.platform()}")
+    for name in PACKAGES:
+        try:
+            yield _row(name, version(name))
+        except PackageNotFoundError:
+            yield _row(name, "not installed")
+
+
+def _processor() -> Iterator[str]:
+    described = _cpuinfo()
+    flags = set(described.get("flags", "").split())
+    yield _row("model", described.get("model name", platform.processor() or platform.machine()))
+    yield _row("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    yield _row("features", " ".join(f for f in CPU_FEATURES if f in flags) or "none known")
+    yield _row("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB")
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's entries in /proc/cpuinfo; empty where there is none."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            first = file.read().split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _devices() -> Iterator[str]:
+    import jax
+
+    yield _row("platform", jax.default_backend())
+    for device in jax.devices():
+        yield _row(str(device), device.device_kind)
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<14} {value}"

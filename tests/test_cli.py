@@ -1,0 +1,255 @@
+"""The command line: one description of each setting, plain faults, a chat that can be stopped."""
+
+import argparse
+import builtins
+import json
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+import pytest
+
+from pagedjax import cli
+from pagedjax.cli import chat, flags, info
+from pagedjax.core.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True)
+class Sample:
+    num_blocks: int = field(default=4, metadata={"help": "blocks", "group": "memory"})
+    share: float = field(default=0.5, metadata={"help": "share of memory in %", "group": "memory"})
+    caching: bool = field(default=True, metadata={"help": "cache"})
+    dtype: Literal["auto", "float32"] = field(default="auto", metadata={"help": "numbers"})
+    max_model_len: int | None = field(default=None, metadata={"help": "longest context"})
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, Sample)
+    return vars(parser.parse_args(argv))
+
+
+def test_flags_carry_the_types_of_the_fields():
+    given = parse("--num-blocks", "7", "--share", "1", "--no-caching", "--dtype", "float32", "--max-model-len", "9")
+    assert Sample(**given) == Sample(7, 1.0, False, "float32", 9)
+
+
+def test_flags_left_out_are_absent_so_that_a_file_can_set_them():
+    assert parse() == {}
+
+
+def test_max_seq_len_is_another_name_for_max_model_len():
+    assert parse("--max-seq-len", "9") == {"max_model_len": 9}
+
+
+def test_help_shows_groups_defaults_and_auto():
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, Sample)
+    text = " ".join(parser.format_help().split())
+    assert "memory: --num-blocks N blocks (default: 4)" in text
+    assert "share of memory in % (default: 0.5)" in text
+    assert "cache (default: on)" in text
+    assert "longest context (default: auto)" in text
+
+
+def test_toml_file_sets_fields_with_either_spelling(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text('num-blocks = 7\nshare = 1\ndtype = "float32"')
+    assert Sample(**flags.read_toml(file, flags.field_types(Sample))) == Sample(7, 1.0, True, "float32", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("num_block = 7", "unknown key 'num_block'"),
+        ('num_blocks = "7"', "num_blocks must be an integer, not '7'"),
+        ("num_blocks = true", "must be an integer, not True"),
+        ("caching = 1", "must be true or false"),
+        ('dtype = "int3"', "must be one of auto, float32"),
+        ("num_blocks = 1\nnum-blocks = 2", "set twice"),
+        ("[memory]\nnum_blocks = 1", "unknown key 'memory'"),
+        ("= 3", "not TOML"),
+    ],
+)
+def test_toml_file_with_a_mistake_is_refused(tmp_path, text, complaint):
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        flags.read_toml(file, flags.field_types(Sample))
+
+
+def test_missing_config_file_is_one_line_and_status_2(capsys):
+    assert cli.main(["serve", "smollm2-135m", "--config", "/nowhere.toml"]) == 2
+    assert capsys.readouterr().err == "pagedjax serve: error: --config /nowhere.toml: No such file or directory\n"
+
+
+def test_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "a"\nport = 1\nmax_num_seqs = 3\n')
+    args = cli.parser().parse_args(["serve", "b", "--max-batch-size", "5", "--config", str(file)])
+    assert cli.settings(args, {"host": str, "port": int}) == {"model": "b", "port": 1, "max_num_seqs": 5}
+
+
+def test_serve_without_a_model_says_what_to_do(capsys):
+    assert cli.main(["serve"]) == 2
+    assert "pagedjax serve smollm2-135m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "pull", "info", "bench"])
+def test_every_command_has_help(command):
+    done = subprocess.run([sys.executable, "-m", "pagedjax", command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"pagedjax {command}" in done.stdout
+
+
+def test_abbreviated_flags_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "m", "--max-num-se", "3"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_info_names_versions_devices_and_backends():
+    text = info.report()
+    assert all(word in text for word in ("pagedjax", "jax ", "cores", "cpu", "ragged_attention", "model cache"))
+
+
+# ---- chat -----------------------------------------------------------------------------------------------------------
+
+
+def type_lines(monkeypatch, *lines):
+    """Make input() give these lines; an exception among them is raised; then the input ends."""
+    script = iter([*lines, EOFError()])
+
+    def read(_prompt=""):
+        line = next(script)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read)
+
+
+def echo_to(log, answer=("Hel", "lo")):
+    def ask(messages, write):
+        log.append([message["content"] for message in messages])
+        for piece in answer:
+            write(piece)
+
+    return ask
+
+
+def test_chat_shows_answers_and_remembers_them(monkeypatch, capsys):
+    type_lines(monkeypatch, "one", "", "two", "/quit", "never")
+    log = []
+    chat.converse(echo_to(log), system="be kind")
+    assert log == [["be kind", "one"], ["be kind", "one", "Hello", "two"]]
+    assert capsys.readouterr().out == "Hello\nHello\n"
+
+
+def test_reset_forgets_all_but_the_system_message(monkeypatch):
+    type_lines(monkeypatch, "one", "/reset", "two")
+    log = []
+    chat.converse(echo_to(log), system="be kind")
+    assert log == [["be kind", "one"], ["be kind", "two"]]
+
+
+def test_interrupt_stops_the_answer_and_keeps_what_was_said(monkeypatch, capsys):
+    seen = []
+
+    def ask(messages, write):
+        seen.append(len(messages))
+        write("Hel")
+        raise KeyboardInterrupt
+
+    type_lines(monkeypatch, "one", KeyboardInterrupt(), "two")
+    chat.converse(ask)
+    assert seen == [1, 3]
+    assert "Hel [stopped]" in capsys.readouterr().out
+
+
+def test_refused_question_is_dropped_and_the_chat_goes_on(monkeypatch, capsys):
+    log = []
+
+    def ask(messages, write):
+        log.append([message["content"] for message in messages])
+        if len(log) == 1:
+            raise RequestError("too long", code="context_length_exceeded")
+
+    type_lines(monkeypatch, "one", "two")
+    chat.converse(ask)
+    assert log == [["one"], ["two"]]
+    assert "too long (/reset starts anew)" in capsys.readouterr().err
+
+
+def test_unknown_chat_command_is_not_sent_to_the_model(monkeypatch, capsys):
+    type_lines(monkeypatch, "/rest")
+    chat.converse(echo_to(log := []))
+    assert log == []
+    assert "Unknown command /rest" in capsys.readouterr().err
+
+
+@contextmanager
+def server(events, *, status=200):
+    """A small server that speaks enough of OpenAI's API; gives its address and the bodies it was sent."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.answer(status, "".join(f"data: {event}\n\n" for event in events).encode() if status == 200 else events)
+
+        def answer(self, code, body):
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{httpd.server_port}/v1", bodies
+        httpd.shutdown()
+
+
+def ask_remote(url, **sampling):
+    pieces = []
+    with chat.remote(url, sampling) as ask:
+        ask([{"role": "user", "content": "hi"}], pieces.append)
+    return "".join(pieces)
+
+
+def test_remote_chat_streams_from_the_servers_first_model():
+    chunks = [json.dumps({"choices": [{"delta": {"content": piece}}]}) for piece in ("Hé", "llo")]
+    with server([json.dumps({"choices": [{"delta": {"role": "assistant"}}]}), *chunks, "[DONE]", "never"]) as (
+        url,
+        bodies,
+    ):
+        assert ask_remote(url, temperature=0.5) == "Héllo"
+    messages = [{"role": "user", "content": "hi"}]
+    assert bodies == [{"model": "tiny", "temperature": 0.5, "stream": True, "messages": messages}]
+
+
+def test_refusal_of_the_server_reaches_the_user():
+    error = json.dumps({"error": {"message": "too long", "code": "context_length_exceeded", "param": "messages"}})
+    with server(error.encode(), status=400) as (url, _), pytest.raises(RequestError, match="too long") as caught:
+        ask_remote(url)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_remote_chat_without_a_server_is_a_plain_error(capsys):
+    assert cli.main(["chat", "--url", "http://127.0.0.1:9"]) == 2
+    assert "no server that speaks OpenAI's API answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_engine_flags_are_refused_where_there_is_no_engine(capsys):
+    assert cli.main(["chat", "--url", "http://127.0.0.1:9", "--block-size", "32"]) == 2
+    assert "block_size" in capsys.readouterr().err
