@@ -1,0 +1,96 @@
+"""A checkpoint, whatever its files: a config, and tensors under Hugging Face's names; and the model made of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.models import registry
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.llama import LlamaForCausalLM
+from pagedjax.weights import gguf_llama
+from pagedjax.weights.gguf import open_gguf
+from pagedjax.weights.safetensors import open_safetensors
+from pallas_kernels.ragged_attention import AttentionBackend
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One open checkpoint, a context manager.
+
+    `get(name)` gives one tensor in float32, bfloat16 or float16: a view of the file, or an array of the caller's own.
+    `tokenizer_source` is the path that holds the tokenizer. Views live on after `close`.
+    """
+
+    config: ModelConfig
+    names: frozenset[str]
+    get: Callable[[str], np.ndarray]
+    tokenizer_source: Path
+    close: Callable[[], None]
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face directory (config.json and *.safetensors).
+
+    Raises ConfigError for what cannot be read, is corrupt or is not supported.
+    """
+    path = Path(path)
+    return _open_hf(path) if path.is_dir() else _open_gguf(path)
+
+
+def load_model(path: str | Path, *, dtype: str, backend: AttentionBackend) -> LlamaForCausalLM:
+    """The model of the checkpoint at `path` with its weights in `dtype` (float32, bfloat16 or float16).
+
+    One tensor at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and for tensors
+    that are missing, too many or of the wrong shape.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; set --dtype to one of {', '.join(DTYPES)}")
+    with open_checkpoint(path) as checkpoint:
+        kind = registry.find(checkpoint.config)
+        return kind.load(checkpoint.config, checkpoint.get, checkpoint.names, dtype=DTYPES[dtype], backend=backend)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = open_gguf(path)
+    config = gguf_llama.read_config(file)
+    file_names = gguf_llama.hf_names(file)
+
+    def get(name: str) -> np.ndarray:
+        return gguf_llama.read_tensor(file, config, file_names[name])
+
+    return Checkpoint(config, frozenset(file_names), get, path, file.close)
+
+
+def _open_hf(directory: Path) -> Checkpoint:
+    config = ModelConfig.from_hf(_read_config(directory / "config.json"))
+    files = open_safetensors(directory)
+    return Checkpoint(config, files.names, files.read, directory, files.close)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return config

@@ -1,0 +1,76 @@
+"""Tensors of a directory of safetensors files, read through a memory map, one at a time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from pagedjax.core.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class SafetensorFiles:
+    """The tensors of one or more open files by name."""
+
+    def __init__(self, files: dict[str, Any]) -> None:
+        self._files = files
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as stored: float32, float16 or bfloat16. Raises ConfigError, by name, for another dtype."""
+        file = self._files[name]
+        stored = file.get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ConfigError(
+                f"tensor {name} is stored as {stored}; {', '.join(_DTYPES)} can be read. Quantised safetensors are not "
+                "supported: take the plain checkpoint, or a GGUF file"
+            )
+        return file.get_tensor(name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files = {}
+
+
+def open_safetensors(directory: Path) -> SafetensorFiles:
+    """Open the shards that the index names, else every *.safetensors file of `directory`.
+
+    Raises ConfigError for missing, truncated or corrupt files, and for a tensor that two files hold.
+    """
+    files: dict[str, Any] = {}
+    for path in _paths(directory):
+        try:
+            file = safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {path}: {error}; fetch it again") from error
+        twice = sorted(set(file.keys()) & set(files))
+        if twice:
+            raise ConfigError(
+                f"{path} holds {twice[0]} and {len(twice) - 1} more tensors that another file has already"
+            )
+        files.update(dict.fromkeys(file.keys(), file))
+    return SafetensorFiles(files)
+
+
+def _paths(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.is_file():
+        found = sorted(directory.glob("*.safetensors"))
+        if not found:
+            raise ConfigError(f"{directory} has no *.safetensors files")
+        return found
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ConfigError(f"{directory} lacks {', '.join(missing)}, named in {INDEX}; fetch the model again")
+    return [directory / name for name in names]
