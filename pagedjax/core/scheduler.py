@@ -67,7 +67,7 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 def _arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
     request = event.request
     _check_request(state, request)
-    refusal = _refusal(state, request)
+    refusal = refusal(state, request)
     if refusal is not None:
         return state, (refusal,)
     sequence = Sequence(
@@ -94,7 +94,7 @@ def _check_request(state: State, request: Request) -> None:
         raise SchedulerError(f"sequence {sequence_id} is here already")
 
 
-def _refusal(state: State, request: Request) -> Reject | None:
+def refusal(state: State, request: Request) -> Reject | None:
     """Why the request can never run or must not be queued, or None."""
     config, total = state.config, request.prompt_len + request.max_tokens
     if total > config.max_model_len:
