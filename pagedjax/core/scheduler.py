@@ -67,9 +67,9 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 def _arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
     request = event.request
     _check_request(state, request)
-    refusal = refusal(state, request)
-    if refusal is not None:
-        return state, (refusal,)
+    refused = refusal(state, request)
+    if refused is not None:
+        return state, (refused,)
     sequence = Sequence(
         request=request,
         arrival_us=event.now_us,
