@@ -113,6 +113,14 @@ class Tokenizer:
         """The token alone as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def check_fits(self, num_embeddings: int) -> None:
+        """Raise ConfigError where the model has fewer embeddings than this vocabulary has ids."""
+        if self.vocab_size > num_embeddings:
+            raise ConfigError(
+                f"the tokenizer has {self.vocab_size} ids and the model only {num_embeddings} embeddings: they belong to "
+                "different models; give --model a checkpoint with its own tokenizer"
+            )
+
     def apply_chat_template(
         self,
         messages: Sequence[dict[str, Any]],

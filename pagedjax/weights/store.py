@@ -1,0 +1,82 @@
+"""Where models come from: bundled names, paths and hub ids to files on this machine."""
+
+import difflib
+import re
+from pathlib import Path
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.weights.bundled import BUNDLED, Progress, ProgressBar, cached_path, is_complete, pull
+
+__all__ = ["BUNDLED", "Progress", "ProgressBar", "cached_path", "pull", "resolve", "served_model_name"]
+
+HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json")
+HUB_FILES += ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve(model: str, progress: Progress | None = None) -> Path:
+    """The GGUF file or Hugging Face directory that `model` means, fetched first where need be.
+
+    `model` is a bundled name, the path of a GGUF file or of a Hugging Face directory, or a hub id "owner/name".
+    Raises ConfigError that says what would work.
+    """
+    if model in BUNDLED:
+        path = cached_path(model)
+        # The size is all that a start can afford to check; `pull` checks the hash.
+        return path if is_complete(model) else pull(model, progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked_directory(path)
+    if path.exists():
+        return path
+    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return _from_hub(model)
+    raise ConfigError(f"there is no model {model!r}.{_suggestion(model)} {_what_works()}")
+
+
+def served_model_name(model: str) -> str:
+    """What clients call `model`: the bundled name or hub id as it is, a file's stem, a directory's name."""
+    path = Path(model).expanduser()
+    if model in BUNDLED or not path.exists():
+        return model
+    resolved = path.resolve()
+    return resolved.stem if resolved.suffix == ".gguf" else resolved.name
+
+
+def _checked_directory(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    found = sorted(file.name for file in path.glob("*.gguf"))
+    hint = f"; it holds {', '.join(found)}: give the path of one" if found else ""
+    raise ConfigError(f"the directory {path} has no config.json, so it is no Hugging Face model{hint}")
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{model!r} looks like a hub id, and huggingface_hub is not installed. {_what_works()}"
+        ) from error
+    try:
+        return _checked_directory(Path(snapshot_download(model, allow_patterns=list(HUB_FILES))))
+    # The hub's client raises its own, requests', httpx's and the system's errors: all mean that the id gave no model.
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"cannot fetch {model!r} from the hub: {said[0]}.{_suggestion(model)} {_what_works()}"
+        ) from error
+
+
+def _suggestion(model: str) -> str:
+    close = difflib.get_close_matches(model.lower().rsplit("/", 1)[-1], BUNDLED, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _what_works() -> str:
+    return (
+        f"A model is a bundled name ({', '.join(BUNDLED)}), the path of a GGUF file, a directory with config.json, "
+        "*.safetensors and tokenizer.json, or a hub id owner/name that can be reached"
+    )
