@@ -1,0 +1,103 @@
+"""The outermost layer of every request: its id, the body's limits, counts, the access log, and the last resort."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagedjax.core.errors import RequestError
+from serving import errors
+from serving.metrics import HttpMetrics
+
+log = logging.getLogger(__name__)
+
+CLIENT_GONE_STATUS = 499
+
+
+class Edge:
+    """ASGI middleware. Puts `request_id` and `notes` into scope["state"]; notes become fields of the access log.
+
+    `route_of` gives an endpoint's path template, which is what metrics and logs call it.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, route_of: Mapping[Any, str], max_body_bytes: int) -> None:
+        self._app, self._metrics, self._route_of, self._max_body_bytes = app, metrics, route_of, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, began = secrets.token_hex(12), time.perf_counter()
+        notes: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=request_id, notes=notes)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self._metrics.begin()
+        try:
+            await self._app(scope, limited(receive, Headers(scope=scope), self._max_body_bytes), send_with_id)
+        except errors.ClientGone as gone:
+            notes["error"] = errors.name_of(gone)
+        except Exception as error:
+            notes["error"] = errors.name_of(error)
+            log.exception("event=request_failed id=%s", request_id)
+            if status:
+                raise
+            await errors.error_response(error, request_id)(scope, receive, send_with_id)
+        finally:
+            self._finish(scope, status or CLIENT_GONE_STATUS, time.perf_counter() - began)
+
+    def _finish(self, scope: Scope, status: int, duration_s: float) -> None:
+        state, route = scope["state"], self._route_of.get(scope.get("endpoint"), "unmatched")
+        self._metrics.end(route, scope["method"], status, state["notes"].get("error"), duration_s)
+        fields = {"id": state["request_id"], "route": route, "status": status, "duration_s": f"{duration_s:.4f}"}
+        log.info("event=request %s", " ".join(f"{name}={value}" for name, value in (fields | state["notes"]).items()))
+
+
+def limited(receive: Receive, headers: Headers, max_bytes: int) -> Receive:
+    """`receive` that refuses bodies over `max_bytes`, announced or not, with RequestError body_too_large."""
+    num_bytes = 0
+
+    async def receive_within_limit() -> Message:
+        nonlocal num_bytes
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > max_bytes:
+            raise _too_large(max_bytes)
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        return message
+
+    return receive_within_limit
+
+
+async def read_body(receive: Receive, timeout_s: float) -> bytes:
+    """The whole body. Raises RequestError request_timeout, and ClientGone when the client goes first."""
+    chunks = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise errors.ClientGone
+                chunks.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(f"the request body is larger than {max_bytes} bytes", code="body_too_large")

@@ -1,0 +1,85 @@
+"""Checks of single JSON values. Each returns the value in its Python type or raises RequestError naming the field."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pagedjax.core.errors import RequestError
+
+Check = Callable[[Any, str], Any]
+
+
+def boolean(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(value, name, "true or false")
+    return value
+
+
+def integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong(value, name, "an integer")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong(value, name, "a number")
+    return float(value)
+
+
+def string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise wrong(value, name, "a string")
+    return value
+
+
+def array(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise wrong(value, name, "an array")
+    return value
+
+
+def record(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(value, name, "an object")
+    return value
+
+
+def strings(value: Any, name: str) -> tuple[str, ...]:
+    """A string or an array of strings."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(string(item, name) for item in array(value, name))
+
+
+def integers(value: Any, name: str) -> tuple[int, ...]:
+    return tuple(integer(item, name) for item in array(value, name))
+
+
+def one_of(*allowed: Any) -> Check:
+    """Only these values, which ask for what the server does anyway."""
+
+    def check(value: Any, name: str) -> Any:
+        if not any(value == choice and type(value) is type(choice) for choice in allowed):
+            raise unsupported(name, value)
+        return value
+
+    return check
+
+
+def refused(value: Any, name: str) -> Any:
+    raise unsupported(name)
+
+
+def wrong(value: Any, name: str, wanted: str) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, not {kind_of(value)}", param=name, code="invalid_type")
+
+
+def unsupported(name: str, value: Any = None) -> RequestError:
+    shown = "" if value is None or isinstance(value, dict | list) else f" {value!r}"[:100]
+    return RequestError(f"{name}{shown} is not supported by this server", param=name, code="unsupported_parameter")
+
+
+def kind_of(value: Any) -> str:
+    """JSON's word for the value's type."""
+    kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
+    return "null" if value is None else kinds.get(type(value), "an object")

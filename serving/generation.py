@@ -1,0 +1,201 @@
+"""One generating request from its streams to the client: collect or stream, and end early when it must.
+
+A request ends early when its client goes (its sequences are aborted), when the server gives up waiting at shutdown
+(the client gets an error), or when the engine fails. Response headers wait for the first delta, so that whatever
+goes wrong before it has its own status; after it an error is one more event, and the stream closes without [DONE].
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from pagedjax.core.errors import RequestError
+from pagedjax.core.request import FinishReason
+from serving import errors, openai, sse
+from serving.interfaces import Delta, Stream
+from serving.openai import Choice, Rendering
+from serving.schemas import ChatCall, CompletionCall
+
+log = logging.getLogger(__name__)
+
+
+class ActiveRequests:
+    """The generating requests that have not been answered yet."""
+
+    def __init__(self) -> None:
+        self._interrupts: set[Callable[[], None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._interrupts)
+
+    def interrupt_all(self) -> None:
+        """Ends every one of them with an error."""
+        for interrupt in tuple(self._interrupts):
+            interrupt()
+
+    async def run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
+        """`work`, until the client goes (ClientGone) or `interrupt_all` (RequestError shutting_down)."""
+        interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def interrupt() -> None:
+            if not interrupted.done():
+                interrupted.set_result(None)
+
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_until_disconnect(receive))
+        self._interrupts.add(interrupt)
+        try:
+            await asyncio.wait((working, watching, interrupted), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise errors.shutting_down() if interrupted.done() else errors.ClientGone
+            working.result()
+        finally:
+            self._interrupts.discard(interrupt)
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+
+class Generation:
+    """An ASGI response over the streams of one request, which it owns: what is unfinished at the end is aborted."""
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        call: CompletionCall | ChatCall,
+        rendering: Rendering,
+        active: ActiveRequests,
+    ) -> None:
+        self._streams, self._call, self._rendering, self._active = streams, call, rendering, active
+        n = call.params.n
+        self._choices = [Choice(i, streams[i // n]) for i in range(n * len(streams))]
+        self._num_completion_tokens = 0
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes = scope["state"]["notes"]
+        work = self._stream(send) if self._call.stream else self._whole(scope, receive, send)
+        try:
+            await self._active.run(work, receive)
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._end_with(error, scope, send)
+        finally:
+            self._abort_unfinished()
+            notes["stream"] = self._call.stream
+            notes["prompt_tokens"] = sum(len(stream.prompt_token_ids) for stream in self._streams)
+            notes["output_tokens"] = self._num_completion_tokens
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._deltas()) as deltas:
+            async for choice, delta in deltas:
+                choice.add(delta)
+        body = self._rendering.whole(self._choices, self._usage())
+        await errors.json_response(body)(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        async with aclosing(self._deltas()) as deltas:
+            async for choice, delta in deltas:
+                begin = b"" if choice.begun else self._rendering.begin(choice)
+                choice.begun = True
+                await self._write(begin + self._rendering.chunk(choice, delta), send)
+        tail = self._rendering.usage_chunk(self._usage()) if self._call.include_usage else b""
+        await self._write(tail + sse.DONE, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, events: bytes, send: Send) -> None:
+        if not events:
+            return
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+        await send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def _end_with(self, error: Exception, scope: Scope, send: Send) -> None:
+        """The stream has begun, so its status stands: say what went wrong as an event, and close."""
+        state = scope["state"]
+        state["notes"]["error"] = errors.name_of(error)
+        if isinstance(error, errors.ClientGone):
+            return
+        if not isinstance(error, RequestError):
+            log.error("event=stream_failed id=%s", state["request_id"], exc_info=error)
+        await send({"type": "http.response.body", "body": sse.event(errors.error_body(error, state["request_id"]))})
+
+    async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta], None]:
+        """Every delta with its choice, as they come; ends when every choice has finished, or raises."""
+        async with aclosing(merged(self._streams)) as deltas:
+            async for prompt_index, delta in deltas:
+                choice = self._choices[prompt_index * self._call.params.n + delta.index]
+                if delta.finish_reason == FinishReason.ABORT:
+                    raise errors.shutting_down()
+                choice.finish_reason = delta.finish_reason
+                if isinstance(self._call, CompletionCall) and self._call.score_only:
+                    delta = _Unshown(delta.index, finish_reason=delta.finish_reason)
+                self._num_completion_tokens += len(delta.token_ids)
+                yield choice, delta
+        if any(choice.finish_reason is None for choice in self._choices):
+            raise RuntimeError("the engine closed a stream before its sequences had finished")
+
+    def _usage(self) -> dict[str, Any]:
+        return openai.usage(self._streams, self._num_completion_tokens)
+
+    def _abort_unfinished(self) -> None:
+        unfinished = {id(choice.stream) for choice in self._choices if choice.finish_reason is None}
+        for stream in self._streams:
+            if id(stream) in unfinished:
+                stream.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unshown:
+    """A delta without what it brought: the token that the engine makes to score a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: None = None
+
+
+async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """(stream's position, delta) of all streams as they come. The first error ends it."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+    pumps = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(i: int, stream: Stream, queue: "asyncio.Queue[tuple[int, Delta] | Exception | None]") -> None:
+    try:
+        async for delta in stream:
+            queue.put_nowait((i, delta))
+        queue.put_nowait(None)
+    except Exception as error:
+        queue.put_nowait(error)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

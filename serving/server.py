@@ -1,0 +1,145 @@
+"""The process around the app: bind, build the engine, serve, drain.
+
+The first SIGTERM or SIGINT drains: /ready says no, new requests get 503, running ones have `drain_timeout_s` to
+finish and then end with an error. The second ends them at once; the third leaves without waiting for anything.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from pagedjax.core.errors import ConfigError
+from serving.app import MAX_BODY_BYTES, Service, create_app
+from serving.interfaces import Engine
+
+log = logging.getLogger(__name__)
+
+# What the last chunks may take to reach their clients, once nothing is generated any more.
+FLUSH_TIMEOUT_S = 5
+TICKS_PER_S = 10
+# An engine that is not alive for this long will not come back; whoever supervises the process restarts it.
+DEAD_AFTER_S = 10
+
+
+def serve(
+    make_engine: Callable[[], Engine],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    drain_timeout_s: float = 30.0,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serves until a signal and returns the exit status: 0, or 1 if the engine died.
+
+    The port is taken before the engine is made, so that a port in use is found before a model is loaded.
+    `on_ready` is called with the URL once requests are answered. Raises ConfigError, and what the engine raises.
+    """
+    listener = bind(host, port)
+    try:
+        app = create_app(make_engine(), max_body_bytes=max_body_bytes)
+        server = DrainingServer(app, listener, drain_timeout_s, on_ready)
+        return server.serve_until_signal()
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address and does not listen yet. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"can't use the address {host}: {error.strerror}; try --host 127.0.0.1") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"can't listen on {host} port {port}: {error}; try another --port") from error
+    return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but signals drain the service first. `on_tick` runs on the event loop ten times a second."""
+
+    def __init__(
+        self,
+        app: Callable[..., object],
+        listener: socket.socket,
+        drain_timeout_s: float,
+        on_ready: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+            )
+        )
+        self._service: Service = app.state.service  # type: ignore[attr-defined]
+        self._listener, self._drain_timeout_s, self._on_ready = listener, drain_timeout_s, on_ready
+        self._num_signals = 0
+        self._num_dead_ticks = 0
+        self._drain_deadline_s: float | None = None
+        self._exit_status = 0
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def serve_until_signal(self) -> int:
+        try:
+            self.run(sockets=[self._listener])
+        except SystemExit:
+            # uvicorn's word for a lifespan that failed; its reason is with the service.
+            raise self._service.start_error or ConfigError("the server did not start") from None
+        except OSError as error:
+            raise ConfigError(f"can't listen on {self.url}: {error.strerror}; try another --port") from error
+        return self._exit_status
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        log.info("event=listening url=%s", self.url)
+        if self._on_ready is not None:
+            self._on_ready(self.url)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs inside whatever the signal interrupted: only counts."""
+        self._num_signals += 1
+        self.force_exit = self.force_exit or self._num_signals > 2
+
+    async def on_tick(self, counter: int) -> bool:
+        self._watch_engine()
+        if self._num_signals and self._drain_deadline_s is None:
+            self._begin_drain()
+        if self._drain_deadline_s is not None:
+            self._advance_drain(self._drain_deadline_s)
+        return await super().on_tick(counter)
+
+    def _begin_drain(self) -> None:
+        log.info("event=drain active=%d timeout_s=%g", len(self._service.active), self._drain_timeout_s)
+        self._service.drain()
+        self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
+
+    def _advance_drain(self, deadline_s: float) -> None:
+        active = self._service.active
+        if len(active) and (self._num_signals > 1 or time.monotonic() > deadline_s):
+            log.warning("event=drain_ended_early interrupted=%d", len(active))
+            active.interrupt_all()
+        self.should_exit = self.should_exit or not len(active) or self._num_signals > 2
+
+    def _watch_engine(self) -> None:
+        self._num_dead_ticks = 0 if self._service.engine.is_alive() else self._num_dead_ticks + 1
+        if self._num_dead_ticks == DEAD_AFTER_S * TICKS_PER_S:
+            log.critical("event=engine_dead dead_s=%d", DEAD_AFTER_S)
+            self._service.active.interrupt_all()
+            self._exit_status, self.should_exit = 1, True
