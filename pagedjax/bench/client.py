@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_ERROR_CHARS = 300
 MAX_EVENT_BYTES = 1 << 24
+_FETCH_TIMEOUT_S = 10.0
+_PEAK_METRIC = "pagedjax_device_memory_peak_bytes"
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -103,23 +105,42 @@ async def run_load(
     return LoadResult(ordered, end_s, interrupted, process_time() - cpu)
 
 
-async def served_models(target_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> list[str]:
+async def served_models(url: str, api_key: str | None = None) -> list[str]:
     """Ids that the server lists under /v1/models. Raises ConfigError when it does not answer so."""
+    body = await _fetch(url + "/v1/models", api_key)
+    try:
+        return [str(model["id"]) for model in orjson.loads(body)["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{url}/v1/models does not answer like an OpenAI server") from error
+
+
+async def served_device_peak_bytes(url: str, api_key: str | None = None) -> int | None:
+    """Peak device memory from the server's /metrics; None where it tells none."""
+    try:
+        body = await _fetch(url + "/metrics", api_key)
+    except ConfigError:
+        return None
+    values = [
+        line.split()[-1] for line in body.decode("utf-8", "replace").splitlines() if line.startswith(_PEAK_METRIC)
+    ]
+    return sum(int(float(value)) for value in values) if values else None
+
+
+async def _fetch(url: str, api_key: str | None) -> bytes:
     http = import_aiohttp()
-    url = target_url + "/v1/models"
     try:
         async with (
-            http.ClientSession(timeout=http.ClientTimeout(total=timeout_s), headers=_headers(api_key)) as session,
+            http.ClientSession(
+                timeout=http.ClientTimeout(total=_FETCH_TIMEOUT_S), headers=_headers(api_key)
+            ) as session,
             session.get(url) as response,
         ):
-            if response.status != 200:
-                raise ConfigError(f"{url} answers {response.status}: {(await response.text())[:MAX_ERROR_CHARS]}")
-            listing = orjson.loads(await response.read())
-        return [model["id"] for model in listing["data"]]
-    except (http.ClientError, TimeoutError, http.InvalidURL) as error:
+            body: bytes = await response.read()
+    except (http.ClientError, TimeoutError, OSError) as error:
         raise ConfigError(f"no server answers at {url}: {_describe(error)}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{url} does not answer like an OpenAI server") from error
+    if response.status != 200:
+        raise ConfigError(f"{url} answers {response.status}: {error_text(body)}")
+    return body
 
 
 def normalise_url(url: str) -> str:

@@ -19,7 +19,7 @@ _USAGE_ERROR, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands; `run(args)` does what the parsed arguments say."""
+    """Add the sub-commands; `run` does what the parsed arguments say."""
     modes = parser.add_subparsers(dest="bench_mode", required=True, metavar="MODE")
     for name, (add, summary) in _MODES.items():
         add(modes.add_parser(name, help=summary, description=f"Measure {summary}."))
@@ -29,20 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `pagedjax bench` with these arguments (default: the process's); its exit status."""
     parser = argparse.ArgumentParser(prog="pagedjax bench", description="Measure engines and servers.")
     add_arguments(parser)
-    return run(parser.parse_args(argv), argv)
+    words = sys.argv[1:] if argv is None else argv
+    return run(parser.parse_args(words), words)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """The exit status: 0 measured, 1 no request succeeded, 2 wrong arguments or nothing to measure, 130 Ctrl-C.
 
-    `argv` is what the report names as the command; the process's own by default.
+    `words` are the arguments as typed after `pagedjax bench`; the report names them.
     """
-    words = sys.argv[1:] if argv is None else argv
     try:
         if args.json:
             check_writable(args.json)
         mode = import_module(f"pagedjax.bench.{args.bench_mode}")
-        report = mode.run(args, ["pagedjax", "bench", *_after_bench(words)])
+        report = mode.run(args, ["pagedjax", "bench", *words])
         if args.json:
             write_json(args.json, report)
     except (ConfigError, RequestError) as error:
@@ -53,10 +53,6 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     print(render(report))
     return _status(report)
-
-
-def _after_bench(words: Sequence[str]) -> Sequence[str]:
-    return words[1:] if words and words[0] == "bench" else words
 
 
 def _status(report: dict[str, Any]) -> int:

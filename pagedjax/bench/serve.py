@@ -10,7 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagedjax.bench.client import LoadResult, Target, import_aiohttp, normalise_url, run_load, served_models
+from pagedjax.bench.client import (
+    LoadResult,
+    Target,
+    import_aiohttp,
+    normalise_url,
+    run_load,
+    served_device_peak_bytes,
+    served_models,
+)
 from pagedjax.bench.machine import peak_memory_bytes
 from pagedjax.bench.metrics import RequestRecord, ServeFigures, Status, serve_figures
 from pagedjax.bench.options import settings, warmup_workload, workload
@@ -33,7 +41,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         target = _target(args, url)
         _warm_up(target, warmups, args.max_concurrency)
         result = _measure(target, requests, args.max_concurrency)
-        memory = Memory(peak_memory_bytes(pid) if pid else None, None)
+        memory = Memory(peak_memory_bytes(pid) if pid else None, _device_peak(target))
     figures = serve_figures(result.records, result.wall_s, args.slo)
     if args.plot and result.records:
         plot_serve(args.plot, result.records, f"{target.model}: {_rates(figures)}")
@@ -99,6 +107,10 @@ def _measure(target: Target, requests: Sequence[BenchRequest], max_concurrency: 
             bar.update(record.status is not Status.INTERRUPTED)
 
         return asyncio.run(run_load(target, requests, max_concurrency=max_concurrency, on_record=count))
+
+
+def _device_peak(target: Target) -> int | None:
+    return asyncio.run(served_device_peak_bytes(target.url, target.api_key))
 
 
 def _client_cost(result: LoadResult, figures: ServeFigures) -> dict[str, float | None]:
