@@ -1,0 +1,82 @@
+"""The runtime's configuration, and the finite set of shapes that may reach the device."""
+
+from dataclasses import dataclass
+
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.errors import ConfigError
+
+MAX_STEP_PROGRAMS = 16
+_MIN_SIZE = 2  # XLA:CPU converts a whole bf16 weight first for a product with one row; two rows avoid that
+_MIN_LARGEST_ROWS = 16  # prompt log-probabilities run the head on this many rows at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """What the runtime adds to SchedulerConfig. `kv_cache_memory` is in GiB; None means automatic."""
+
+    kv_cache_memory: float | None = None
+    num_gpu_blocks_override: int | None = None
+    compilation_cache_dir: str | None = None
+    num_compile_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_memory is not None and not self.kv_cache_memory > 0:
+            raise ConfigError(f"kv_cache_memory must be above 0 GiB, not {self.kv_cache_memory}; set --kv-cache-memory")
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 1:
+            raise ConfigError(
+                f"num_gpu_blocks_override must be at least 1, not {self.num_gpu_blocks_override}; "
+                "set --num-gpu-blocks-override"
+            )
+        if self.num_compile_threads < 1:
+            raise ConfigError(f"num_compile_threads must be at least 1, not {self.num_compile_threads}")
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Every shape the device may see. A step uses the smallest of `token_sizes` that holds its tokens; its head and
+    sampler use the smallest of `row_sizes` that holds its sampling rows."""
+
+    token_sizes: tuple[int, ...]
+    row_sizes: tuple[int, ...]
+    max_rows: int
+    table_width: int
+
+    @property
+    def num_picked(self) -> int:
+        """Rows of hidden state that a step hands to the head, the same for every size."""
+        return self.row_sizes[-1]
+
+    @property
+    def score_size(self) -> int:
+        """Rows per run of the head when prompt tokens are scored; bounds the logits held at once."""
+        return max(size for size in self.row_sizes if size <= 32)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows of the step program for `num_tokens` (one of `token_sizes`)."""
+        return min(num_tokens, self.max_rows)
+
+
+def shapes_for(config: SchedulerConfig) -> Shapes:
+    """Powers of two from 2 up to the limits, the limits included. Raises ConfigError past 16 step programs."""
+    token_sizes = _sizes(max(config.max_num_batched_tokens, _MIN_SIZE))
+    if len(token_sizes) > MAX_STEP_PROGRAMS:
+        raise ConfigError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} needs {len(token_sizes)} step programs, at most "
+            f"{MAX_STEP_PROGRAMS} are allowed; lower --max-num-batched-tokens"
+        )
+    return Shapes(
+        token_sizes=token_sizes,
+        row_sizes=_sizes(max(config.max_num_seqs, _MIN_LARGEST_ROWS)),
+        max_rows=max(config.max_num_seqs, _MIN_SIZE),
+        table_width=num_blocks_for(config.max_model_len, config.block_size),
+    )
+
+
+def size_for(count: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest size that holds `count`, or None."""
+    return next((size for size in sizes if size >= count), None)
+
+
+def _sizes(largest: int) -> tuple[int, ...]:
+    powers = [1 << bit for bit in range(1, largest.bit_length()) if 1 << bit < largest]
+    return (*powers, largest)

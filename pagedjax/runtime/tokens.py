@@ -1,0 +1,100 @@
+"""Host-side token ids of every live sequence: the prompt, then the tokens accepted so far."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedjax.core.errors import RequestError, SchedulerError
+from pagedjax.core.request import SamplingParams
+
+_ROOM = 64  # tokens of room beyond the prompt at first; the array doubles when full
+
+
+@dataclass(slots=True)
+class SequenceTokens:
+    """One sequence's ids and how to sample it. `ids[:length]` are known, the first `prompt_len` are the prompt.
+
+    `num_scored` counts prompt tokens whose log-probabilities were already asked of the device, so that a prompt
+    computed again after a preemption is not scored again.
+    """
+
+    ids: np.ndarray
+    length: int
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    num_scored: int = 1
+
+
+class TokenTable:
+    """Growing arrays of token ids by sequence. Mutable; owned by the engine's thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._sequences: dict[int, SequenceTokens] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._sequences
+
+    def add(
+        self,
+        sequence_id: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        """Take in a sequence. `seed` is any 64-bit integer; `stop_token_ids` (end-of-sequence ids included) are
+        kept from being sampled before `params.min_tokens`.
+
+        Raises RequestError for ids outside the vocabulary or an empty prompt.
+        """
+        if sequence_id in self._sequences:
+            raise SchedulerError(f"sequence {sequence_id} is already in the token table")
+        prompt = np.asarray(prompt_ids, np.int64)
+        check_token_ids(prompt, params, self.vocab_size)
+        ids = np.empty(len(prompt) + _ROOM, np.int32)
+        ids[: len(prompt)] = prompt
+        stops = tuple(sorted(set(stop_token_ids)))
+        self._sequences[sequence_id] = SequenceTokens(ids, len(prompt), len(prompt), params, seed, stops)
+
+    def append(self, sequence_id: int, token_id: int) -> None:
+        """Add an accepted token."""
+        entry = self.get(sequence_id)
+        if entry.length == len(entry.ids):
+            entry.ids = np.concatenate([entry.ids, np.empty_like(entry.ids)])
+        entry.ids[entry.length] = token_id
+        entry.length += 1
+
+    def drop(self, sequence_id: int) -> None:
+        """Forget a sequence. Unknown ids are ignored, so that dropping twice is harmless."""
+        self._sequences.pop(sequence_id, None)
+
+    def get(self, sequence_id: int) -> SequenceTokens:
+        """The live entry. Raises SchedulerError when there is none."""
+        try:
+            return self._sequences[sequence_id]
+        except KeyError:
+            raise SchedulerError(f"sequence {sequence_id} is not in the token table") from None
+
+    def tokens(self, sequence_id: int) -> np.ndarray:
+        """A copy of the sequence's known ids, prompt first (int32)."""
+        entry = self.get(sequence_id)
+        return entry.ids[: entry.length].copy()
+
+
+def check_token_ids(prompt_ids: np.ndarray, params: SamplingParams, vocab_size: int) -> None:
+    """Refuse ids that the model does not have: in the prompt, in logit_bias and in stop_token_ids (RequestError)."""
+    if prompt_ids.ndim != 1 or not len(prompt_ids):
+        raise RequestError("the prompt must hold at least one token", param="prompt")
+    if prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
+        raise RequestError(f"prompt token ids must lie in 0..{vocab_size - 1}", param="prompt")
+    for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
+        if any(token_id >= vocab_size for token_id in ids):
+            raise RequestError(f"{name} token ids must lie in 0..{vocab_size - 1}", param=name)
