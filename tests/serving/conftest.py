@@ -1,0 +1,256 @@
+"""An engine without a model, with the interface of AsyncEngine, and clients for the app over it.
+
+Its tokens are bytes. It answers every prompt with `reply`, one delta a piece, and can be told to fail or to hang.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pagedjax.core import scheduler
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.errors import RequestError
+from pagedjax.core.request import Logprob, Request
+from pagedjax.core.state import Arrived, StepDue
+from serving.app import create_app
+from serving.server import DrainingServer, bind
+
+EOS, BOS, VOCAB_SIZE = 256, 257, 258
+
+
+class ByteTokenizer:
+    vocab_size = VOCAB_SIZE
+
+    def encode(self, text, add_special_tokens=True):
+        return list(text.encode())
+
+    def decode(self, ids, skip_special_tokens=True):
+        special = "" if skip_special_tokens else "<eos>"
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace") + special * (EOS in ids)
+
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def token_text(self, token_id):
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+        if any(message["role"] == "system" for message in messages[1:]):
+            raise RequestError("the system message must come first", param="messages")
+        turns = [f"<{message['role']}>{message['content']}" for message in messages]
+        return "".join([*turns, "<assistant>" * add_generation_prompt])
+
+
+class FakeDelta:
+    def __init__(self, index, text="", token_ids=(), logprobs=None, finish_reason=None, stop_reason=None):
+        self.index, self.text, self.token_ids, self.logprobs = index, text, token_ids, logprobs
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+
+class FakeStream:
+    def __init__(self, engine, prompt, params, request_id):
+        self.engine, self.params, self.request_id = engine, params, request_id
+        self.prompt_token_ids, self.num_cached_tokens = list(prompt), len(prompt) // 4
+        self.prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *(candidates(i, params.prompt_logprobs) for i in prompt[1:])]
+
+    def abort(self):
+        self.engine.aborted.append(self.request_id)
+
+    async def __aiter__(self):
+        for delta in self.deltas():
+            if self.engine.fail_after is not None and delta is not None:
+                self.engine.fail_after -= 1
+                if self.engine.fail_after < 0:
+                    raise self.engine.failure
+            await asyncio.sleep(0)
+            if delta is None:
+                await asyncio.Event().wait()
+            yield delta
+
+    def deltas(self):
+        room = {index: self.params.max_tokens or 1000 for index in range(self.params.n)}
+        for piece in self.engine.reply:
+            for index in [index for index in room if room[index]]:
+                token_ids = tuple(piece.encode())[: room[index]]
+                room[index] -= len(token_ids)
+                yield self.delta(index, token_ids, None if room[index] else "length")
+        if self.engine.hang:
+            yield None
+        for index in [index for index in room if room[index]]:
+            yield self.delta(index, (EOS,), "stop")
+
+    def delta(self, index, token_ids, finish_reason):
+        text = bytes(i for i in token_ids if i < 256).decode()
+        top = self.params.logprobs
+        logprobs = None if top is None else tuple(candidates(i, top) for i in token_ids)
+        return FakeDelta(index, text, token_ids, logprobs, finish_reason)
+
+
+def candidates(token_id, top):
+    """The token itself at rank 3, so that it is among the alternatives only of those who ask for three."""
+    tokenizer, rank = ByteTokenizer(), 3
+    found = {token_id: Logprob(-3.0, rank, tokenizer.token_text(token_id))}
+    for place in range(1, top + 1):
+        if place != rank:
+            other = (token_id + place) % 256
+            found[other] = Logprob(-float(place), place, tokenizer.token_text(other))
+    return found
+
+
+class FakeMetrics:
+    def __init__(self):
+        self.registry = CollectorRegistry()
+
+
+class FakeEngine:
+    model_name, max_model_len, created = "tiny", 200, 1700000000
+
+    def __init__(self, reply=("Hel", "lo, ", "world"), *, hang=False, fail_after=None, failure=None, refuse=None):
+        self.reply, self.hang, self.fail_after, self.refuse = reply, hang, fail_after, refuse
+        self.failure = failure or RuntimeError("secret detail of a crash")
+        self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
+        self.submitted, self.aborted = [], []
+        self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
+        self.start_error = None
+
+    async def start(self):
+        if self.start_error:
+            raise self.start_error
+        self.started = True
+
+    async def stop(self, drain_s=0.0):
+        self.stopped = True
+
+    def submit(self, prompt, params, *, request_id=None, priority=0):
+        if self.refuse:
+            raise self.refuse
+        self.submitted.append((bytes(i for i in prompt if i < 256).decode("utf-8", "replace"), params, priority))
+        return FakeStream(self, prompt, params, request_id)
+
+    def state(self):
+        """Two sequences of 40 tokens run and one waits, in a pool of 8 blocks."""
+        state = scheduler.init(SchedulerConfig(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=256))
+        for sequence_id in range(3):
+            request = Request(sequence_id, prompt_len=40, max_tokens=8)
+            state, _ = scheduler.update(state, Arrived(request, (), now_us=sequence_id))
+        return scheduler.update(state, StepDue(now_us=9))[0]
+
+    def is_ready(self):
+        return self.ready and not self.draining
+
+    def is_alive(self):
+        return self.alive
+
+    def drain(self):
+        self.draining = True
+
+
+class Client:
+    """Requests to an app in this thread, one event loop each; bodies come back whole."""
+
+    def __init__(self, app):
+        self.app = app
+
+    def request(self, method, path, **options):
+        async def go():
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(go())
+
+    def get(self, path, **options):
+        return self.request("GET", path, **options)
+
+    def post(self, path, body=None, **options):
+        return self.request("POST", path, **({"json": body} if body is not None else {}), **options)
+
+    def complete(self, **fields):
+        return self.post("/v1/completions", {"model": "tiny", "prompt": "Hi", **fields})
+
+    def chat(self, **fields):
+        messages = [{"role": "user", "content": "Hi"}]
+        return self.post("/v1/chat/completions", {"model": "tiny", "messages": messages, **fields})
+
+
+def read_events(response):
+    """The events of a stream: JSON values, and the text [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [event.removeprefix("data: ") for event in response.text.split("\n\n")]
+    assert lines.pop() == ""
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture(name="FakeEngine")
+def fake_engine_class():
+    return FakeEngine
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def client_of():
+    return lambda engine, **options: Client(create_app(engine, **options))
+
+
+@pytest.fixture
+def client(engine):
+    return Client(create_app(engine))
+
+
+@pytest.fixture
+def events():
+    return read_events
+
+
+@pytest.fixture
+def serving_of():
+    """`with serving_of(engine) as server:` has it served by uvicorn on a free port (`server.url`)."""
+
+    @contextlib.contextmanager
+    def serving(engine, drain_timeout_s=5.0, **options):
+        listener = bind("127.0.0.1", 0)
+        server = DrainingServer(create_app(engine, **options), listener, drain_timeout_s)
+        thread = threading.Thread(target=server.serve_until_signal)
+        thread.start()
+        wait_for(lambda: server.started)
+        try:
+            yield server
+        finally:
+            for _ in range(2):
+                server.handle_exit(15, None)
+            thread.join(10)
+            assert not thread.is_alive()
+
+    return serving
+
+
+@pytest.fixture(name="wait_for")
+def wait_for_fixture():
+    return wait_for
+
+
+def wait_for(condition, timeout_s=5.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
