@@ -1,0 +1,155 @@
+"""What a checkpoint says about its architecture: one frozen record for every model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pagedjax.core.errors import ConfigError
+
+
+class Llama3Scaling(NamedTuple):
+    """Llama 3.1's rotary scaling: long waves are stretched by `factor`, short ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class LinearScaling(NamedTuple):
+    """Every position divided by `factor`."""
+
+    factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Names are the Hugging Face config's. Raises ConfigError for values that cannot be a model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"the model's {name} must be positive, not {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"the model's {self.num_heads} heads do not divide among its {self.num_kv_heads} KV heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"the model's head_dim {self.head_dim} must be even for rotary embeddings")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
+        """From a parsed config.json. Raises ConfigError for fields that are missing or not supported, by name."""
+        try:
+            return cls(**_fields(config))
+        except KeyError as missing:
+            raise ConfigError(f"config.json has no {missing}") from None
+
+
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+# Values that change the forward pass in ways no model here follows. The first value is the one that is followed.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "pretraining_tp": (1, None),
+    "sliding_window": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name, followed in _ONLY.items():
+        if config.get(name, followed[0]) not in followed:
+            raise ConfigError(f"config.json: {name} {config[name]!r} is not supported")
+    num_heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {
+        "architecture": _architecture(config),
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": _given(config, "num_key_value_heads", num_heads),
+        "head_dim": _given(config, "head_dim", config["hidden_size"] // num_heads),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        # transformers 5 moved the base into rope_parameters.
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        "rope_scaling": rope_scaling(rope),
+        "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "attention_bias": config.get("attention_bias", False),
+        "mlp_bias": config.get("mlp_bias", False),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": _ids(config.get("eos_token_id")),
+    }
+
+
+def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    """The record of a `rope_scaling` (or `rope_parameters`) mapping. Raises ConfigError for a kind not known."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(_positive(rope, "factor"))
+    if kind == "llama3":
+        numbers = [_positive(rope, name) for name in Llama3Scaling._fields]
+        return Llama3Scaling(*numbers[:3], int(numbers[3]))
+    raise ConfigError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3")
+
+
+def _positive(rope: Mapping[str, Any], name: str) -> float:
+    value = rope.get(name)
+    if not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"rope scaling needs a positive {name}, not {value!r}")
+    return float(value)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not names or len(names) != 1:
+        raise ConfigError(f"config.json must name one architecture, not {names!r}")
+    return str(names[0])
+
+
+def _given(config: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = config.get(name)
+    return otherwise if value is None else value
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

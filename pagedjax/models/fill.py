@@ -1,0 +1,68 @@
+"""Fill an abstract model from a checkpoint: each parameter exactly once, every mismatch named."""
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagedjax.core.errors import ConfigError
+from pallas_kernels.matmul import FloatWeight
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class Part(NamedTuple):
+    """A checkpoint tensor and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def fill(
+    model: Model,
+    parts: Mapping[str, tuple[Part, ...]],
+    get: Callable[[str], np.ndarray],
+    names: Set[str],
+    *,
+    may_skip: Set[str] = frozenset(),
+) -> Model:
+    """`model` (from nnx.eval_shape) with parameter `a.b.weight` made of its parts, stacked along axis 0.
+
+    Values are cast to the parameter's dtype. One parameter's tensors are in memory beside the model at a time.
+    Raises ConfigError for missing, surplus and wrong-shaped tensors, by name.
+    """
+    wanted = {part.name for sources in parts.values() for part in sources}
+    _refuse("has no", wanted - names)
+    _refuse("has tensors that the model does not use:", names - wanted - may_skip)
+    graph, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    unfilled = {".".join(map(str, path)) for path, _ in flat} ^ set(parts)
+    assert not unfilled, f"the model's parameters and its parts differ: {unfilled}"
+    filled = [(path, var.replace(_made(var.get_value(), parts[".".join(map(str, path))], get))) for path, var in flat]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _made(abstract: Any, sources: tuple[Part, ...], get: Callable[[str], np.ndarray]) -> Any:
+    """A value like `abstract` (a shape, or a FloatWeight of one) from the tensors of `sources`."""
+    shape = abstract.w if isinstance(abstract, FloatWeight) else abstract
+    tensors = [_checked(get(part.name), part) for part in sources]
+    host = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+    assert host.shape == shape.shape
+    # Copied, since `get` may give a view of a file that closes later; waited for, so that one tensor is in memory.
+    array = jax.block_until_ready(jnp.array(host.astype(shape.dtype, copy=False), copy=True))
+    return FloatWeight(array) if isinstance(abstract, FloatWeight) else array
+
+
+def _checked(tensor: np.ndarray, part: Part) -> np.ndarray:
+    if tensor.shape != part.shape:
+        raise ConfigError(f"the checkpoint's {part.name} has shape {tensor.shape}, but the config says {part.shape}")
+    return tensor
+
+
+def _refuse(complaint: str, names: Set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise ConfigError(f"the checkpoint {complaint} {shown}")

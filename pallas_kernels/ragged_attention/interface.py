@@ -1,0 +1,71 @@
+"""What every backend of ragged attention takes and gives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Ragged(NamedTuple):
+    """How packed query tokens map to rows, and where each row's keys and values lie. All int32.
+
+    Row r owns the packed tokens `q_starts[r] .. q_starts[r + 1] - 1`, which are the last ones of its `kv_lens[r]`
+    cached tokens. Rows past the last real one are padding: empty, `kv_lens` 0. Tokens past `q_starts[-1]` are padding.
+    """
+
+    block_tables: jax.Array  # [rows, max_blocks]; entries past a row's length are never read and may hold anything
+    q_starts: jax.Array  # [rows + 1]
+    kv_lens: jax.Array  # [rows] cached tokens, this step's included
+    slots: jax.Array  # [tokens] block_id * block_size + offset that takes the token's K and V; -1: none
+    num_decode_rows: jax.Array  # [] leading rows with exactly one query token: row r is packed token r
+
+
+class KVBlocks(NamedTuple):
+    """One layer's cache. Axis 0 of each leaf counts blocks; the rest belongs to the backend."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class AttentionShape(NamedTuple):
+    """What stays the same from step to step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """One way to run the op. The functions are module-level ones, so that backends compare and hash.
+
+    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)` gives one layer's zeroed cache.
+    `block_bytes(block_size, num_kv_heads, head_dim, dtype)` gives the bytes of one block of one layer.
+    `attend(q, k, v, cache, ragged, *, scale)` writes k, v [tokens, kv_heads, head_dim] at `ragged.slots`, then attends
+    causally from q [tokens, heads, head_dim] and gives (out like q, zero for padding tokens; the new cache). The cache
+    is updated in place when the caller's jit donates it.
+    """
+
+    name: str
+    init_cache: Callable[[int, int, int, int, Any], KVBlocks]
+    block_bytes: Callable[[int, int, int, Any], int]
+    attend: Callable[..., tuple[jax.Array, KVBlocks]]
+
+
+def kv_block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:
+    """Bytes of one block of one layer where K and V are kept plain, without padding or scales."""
+    return 2 * block_size * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
+
+
+def write_slots(flat: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
+    """`flat` [slots, …] with `values` [tokens, …] at `slots`; tokens of slot -1 are dropped."""
+    # A negative index would wrap to the end; only one past the end is dropped. Two rows at least, since XLA turns
+    # a scatter of one row into a dynamic-update-slice that copies the cache.
+    slots = jnp.where(slots < 0, flat.shape[0], slots)
+    if slots.shape[0] == 1:
+        slots = jnp.concatenate([slots, jnp.full_like(slots, flat.shape[0])])
+        values = jnp.concatenate([values, values])
+    return flat.at[slots].set(values.astype(flat.dtype), mode="drop")
