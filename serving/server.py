@@ -50,6 +50,9 @@ def serve(
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that holds the address and does not listen yet. Raises ConfigError."""
+    # getaddrinfo wraps larger numbers round.
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port {port} does not exist; give --port a number from 0 (any free one) to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -58,7 +61,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise ConfigError(f"can't listen on {host} port {port}: {error}; try another --port") from error
     return listener

@@ -6,7 +6,6 @@ Its tokens are bytes. It answers every prompt with `reply`, one delta a piece, a
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 import time
 
@@ -77,7 +76,7 @@ class FakeStream:
             yield delta
 
     def deltas(self):
-        room = {index: self.params.max_tokens or 1000 for index in range(self.params.n)}
+        room = dict.fromkeys(range(self.params.n), self.params.max_tokens or 1000)
         for piece in self.engine.reply:
             for index in [index for index in room if room[index]]:
                 token_ids = tuple(piece.encode())[: room[index]]
@@ -190,7 +189,7 @@ def read_events(response):
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-@pytest.fixture(name="FakeEngine")
+@pytest.fixture(name="FakeEngine", scope="session")
 def fake_engine_class():
     return FakeEngine
 
@@ -200,7 +199,7 @@ def engine():
     return FakeEngine()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client_of():
     return lambda engine, **options: Client(create_app(engine, **options))
 
@@ -247,10 +246,3 @@ def wait_for(condition, timeout_s=5.0):
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.01)
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

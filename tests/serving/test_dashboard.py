@@ -1,0 +1,70 @@
+"""The page and the picture of the scheduler that it draws."""
+
+import re
+
+from pagedjax.core import scheduler
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.request import Request
+from pagedjax.core.state import Arrived, StepDue
+from serving import dashboard
+
+
+def test_a_picture_shows_who_runs_who_waits_and_whose_the_blocks_are(engine):
+    picture = dashboard.picture(engine.state())
+    assert (picture["num_running"], picture["num_waiting"]) == (2, 1)
+    assert picture["running"][0] == {
+        "id": 0,
+        "priority": 0,
+        "phase": "running",
+        "prompt_len": 40,
+        "max_tokens": 8,
+        "num_tokens": 40,
+        "num_computed": 0,
+        "num_cached": 0,
+        "num_blocks": 3,
+    }
+    assert picture["cells"] == [0, 0, 0, 1, 1, 1, dashboard.FREE, dashboard.FREE]
+    assert (picture["num_blocks"], picture["num_held_blocks"], picture["num_idle_blocks"]) == (8, 6, 0)
+
+
+def test_blocks_of_a_shared_prefix_show_as_shared():
+    state = scheduler.init(SchedulerConfig(num_blocks=8, max_num_batched_tokens=256))
+    hashes = (b"a" * 32, b"b" * 32)
+    for sequence_id in range(2):
+        request = Request(sequence_id, prompt_len=33, max_tokens=8)
+        state, _ = scheduler.update(state, Arrived(request, hashes, now_us=sequence_id))
+        state, _ = scheduler.update(state, StepDue(now_us=sequence_id))
+    assert dashboard.cells(state)[:4] == [dashboard.SHARED, dashboard.SHARED, 0, 1]
+
+
+def test_a_large_pool_shows_every_kth_block():
+    state = scheduler.init(SchedulerConfig(num_blocks=5000))
+    assert dashboard.cells(state) == [dashboard.FREE] * dashboard.MAX_CELLS
+
+
+def test_there_is_a_picture_before_the_engine_has_a_state():
+    assert dashboard.picture(None)["cells"] == []
+
+
+def test_many_watchers_cost_one_picture(engine):
+    calls, state = [], engine.state()
+    engine.state = lambda: calls.append(1) or state
+    snapshots = dashboard.Snapshots(engine)
+    assert snapshots.latest() is snapshots.latest()
+    assert len(calls) == 1
+
+
+def test_the_state_is_served_for_the_page(client):
+    assert client.get("/debug/state").json()["num_running"] == 2
+
+
+def test_the_page_needs_nothing_from_elsewhere(client):
+    answer = client.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:|#)|@import|url\((?!data:)", answer.text)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
+
+
+def test_the_page_puts_no_text_into_html(client):
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", client.get("/").text)

@@ -1,0 +1,134 @@
+"""What every route has in common: ids, limits, error bodies, counts and the log."""
+
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def test_every_answer_has_an_id_of_the_server_s_making(client):
+    first, second = (client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] for _ in range(2))
+    assert len({first, second, "mine"}) == 3
+
+
+def test_the_id_in_the_body_is_that_of_the_header(client):
+    answer = client.complete()
+    assert answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/", 405),
+    ],
+)
+def test_wrong_paths_and_methods_have_openai_s_error_body(client, method, path, status):
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_a_body_over_the_limit_is_413(client_of, engine):
+    small = client_of(engine, max_body_bytes=1000)
+    assert small.complete(prompt="a" * 2000).status_code == 413
+    assert small.complete(prompt="a" * 100).status_code == 200
+
+
+def test_a_body_over_the_limit_is_413_without_a_content_length_too(client_of, engine):
+    async def parts():
+        for _ in range(50):
+            yield b"a" * 100
+
+    answer = client_of(engine, max_body_bytes=1000).request("POST", "/v1/completions", content=parts())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200)])
+def test_pages_of_other_origins_cannot_use_the_model(client, site, status):
+    answer = client.post("/v1/completions", {"model": "tiny", "prompt": "a"}, headers={"sec-fetch-site": site})
+    assert answer.status_code == status
+
+
+def test_a_fault_of_ours_is_500_and_tells_only_the_id(client, engine):
+    engine.state = lambda: 1 / 0
+    answer = client.get("/debug/state")
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"] in answer.json()["error"]["message"]
+    assert "division" not in answer.text
+
+
+def test_requests_are_counted_by_route_method_and_status(client):
+    client.complete()
+    client.complete(n=0)
+    client.request("BREW", "/v1/completions")
+    client.get("/some/path")
+    series = samples(client)
+    assert series["pagedjax_http_requests_total", "/v1/completions", "POST", "2xx"] == 1
+    assert series["pagedjax_http_requests_total", "/v1/completions", "POST", "4xx"] == 1
+    assert series["pagedjax_http_requests_total", "/v1/completions", "other", "4xx"] == 1
+    assert series["pagedjax_http_requests_total", "unmatched", "GET", "4xx"] == 1
+    assert series["pagedjax_http_errors_total", "invalid_request", "/v1/completions"] == 1
+    assert series["pagedjax_http_requests_in_flight",] == 1
+
+
+def test_metrics_include_the_engine_s(client, engine):
+    from prometheus_client import Gauge
+
+    Gauge("engine_gauge", "Of the engine.", registry=engine.metrics.registry).set(5)
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "engine_gauge 5.0" in answer.text
+
+
+def test_the_log_has_one_line_a_request_and_never_the_prompt(client, caplog):
+    caplog.set_level(logging.INFO, "serving")
+    client.complete(prompt="my secret", user="somebody")
+    client.complete(prompt="my secret", n=0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "route=/v1/completions status=200" in lines[0]
+    assert "stream=False prompt_tokens=9 output_tokens=13" in lines[0]
+    assert "error=invalid_request" in lines[1]
+    assert "secret" not in caplog.text
+
+
+def test_models_are_listed_and_found_by_name(client):
+    card = {"id": "tiny", "object": "model", "created": 1700000000, "owned_by": "pagedjax", "max_model_len": 200}
+    assert client.get("/v1/models").json() == {"object": "list", "data": [card]}
+    assert client.get("/v1/models/tiny").json() == card
+
+
+def test_health_is_the_engine_s_life_and_ready_its_will_to_take_requests(client, engine):
+    assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 200)
+    engine.ready = False
+    assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 503)
+    engine.alive = False
+    assert client.get("/health").status_code == 503
+
+
+def test_a_draining_server_is_alive_unready_and_takes_nothing_new(client):
+    client.app.state.service.drain()
+    assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 503)
+    answer = client.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in answer.headers
+
+
+def samples(client):
+    """Value by (name, label values in order of the labels' names)."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    order = {"route": 1, "method": 2, "status": 3, "code": 0}
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels, key=lambda name: order.get(name, 9)))): (
+            sample.value
+        )
+        for family in families
+        for sample in family.samples
+    }

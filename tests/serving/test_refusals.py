@@ -1,0 +1,261 @@
+"""Whatever is wrong with a request has its status, OpenAI's error body and the field's name; nothing is a 500."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pagedjax.core.errors import RequestError
+from pagedjax.core.request import SamplingParams
+from serving.schemas import MAX_PROMPTS, ModelFacts, parse_chat, parse_completion
+
+MODEL = ModelFacts("tiny", 258, 200)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"n": 128, "prompt": ["a"] * 9}, "n"),
+        ({"n": 1.0}, "n"),
+        ({"n": True}, "n"),
+        ({"n": "1"}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": [1]}, "frequency_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [258]}, "stop_token_ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"logit_bias": {"258": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.5": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"65": 101}}, "logit_bias"),
+        ({"logit_bias": [65]}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": -3}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"chunks": 1}}, "stream_options.chunks"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"priority": 8}, "priority"),
+        ({"user": 5}, "user"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [1, 258]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1] * 200}, "prompt"),
+        ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_completions_refuse(client, engine, fields, param):
+    answer = client.complete(**fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "a"}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"prediction": {}}, "prediction"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"store": True}, "store"),
+        ({"store": 0}, "store"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_chat_refuses(client, engine, fields, param):
+    answer = client.chat(**fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"x" * 10_000,
+        b"{",
+        b'{"model": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+        b"null",
+        b"[]",
+        b'"text"',
+        b"[" * 500 + b"]" * 500,
+    ],
+)
+def test_a_body_that_is_no_json_object_is_400(client, path, body):
+    answer = client.request("POST", path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_another_model_is_404(client):
+    answer = client.complete(model="gpt-4")
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "the model 'gpt-4' does not exist; this server has 'tiny'",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("queue_full", 429, "rate_limit_error"),
+        ("draining", 503, "server_error"),
+        ("context_length_exceeded", 400, "invalid_request_error"),
+        ("prompt_exceeds_kv_cache", 400, "invalid_request_error"),
+    ],
+)
+def test_the_engine_s_refusals_keep_their_code(client_of, FakeEngine, code, status, kind):
+    answer = client_of(FakeEngine(refuse=RequestError("no", code=code))).chat()
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["type"]) == (status, code, kind)
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+
+
+def test_when_the_second_of_two_prompts_is_refused_the_first_is_aborted(client, engine):
+    submit = engine.submit
+
+    def submit_one(*args, **options):
+        engine.refuse = RequestError("full", code="queue_full") if engine.submitted else None
+        return submit(*args, **options)
+
+    engine.submit = submit_one
+    assert client.complete(prompt=["a", "b"]).status_code == 429
+    assert len(engine.aborted) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = [
+    *("prompt", "messages", "n", "stop", "logit_bias", "logprobs", "stream", "stream_options", "echo", "best_of"),
+    *("max_tokens", "min_tokens", "temperature", "top_p", "seed", "stop_token_ids", "prompt_logprobs", "metadata"),
+    *("tools", "tool_choice", "response_format", "top_logprobs", "max_completion_tokens", "priority", "user"),
+]
+BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5)
+MESSAGES = st.lists(st.fixed_dictionaries({}, optional={"role": JSON, "content": JSON, "name": JSON}), max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON | BODIES.map(lambda body: {"model": "tiny", "prompt": "a", **body}))
+@example({"model": "tiny", "prompt": "a", "stop": None, "n": 1})
+def test_any_json_is_a_completion_call_or_a_named_refusal(body):
+    assert isinstance(outcome(parse_completion, body), SamplingParams | RequestError)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON | st.tuples(MESSAGES, BODIES).map(lambda parts: {"model": "tiny", "messages": parts[0], **parts[1]}))
+def test_any_json_is_a_chat_call_or_a_named_refusal(body):
+    assert isinstance(outcome(parse_chat, body), SamplingParams | RequestError)
+
+
+def outcome(parse, body):
+    try:
+        return parse(body, MODEL).params
+    except RequestError as refusal:
+        return refusal
+
+
+@settings(max_examples=60, deadline=None)
+@given(BODIES)
+def test_no_json_makes_the_app_fail(client_of, FakeEngine, body):
+    client = client_of(FakeEngine())
+    for answer in (client.complete(**_finite(body)), client.chat(**_finite(body))):
+        assert answer.status_code in (200, 400)
+
+
+def _finite(value):
+    """Without what the test's own client cannot encode."""
+    if isinstance(value, dict):
+        return {_finite(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    return 0.5 if isinstance(value, float) and not abs(value) < 1e300 else value

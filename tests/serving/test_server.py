@@ -1,0 +1,140 @@
+"""Over a socket: OpenAI's own client, draining, and the ways a start can fail."""
+
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+
+from pagedjax.core.errors import ConfigError
+from serving.server import bind, serve
+
+
+@pytest.fixture
+def served(serving_of, engine):
+    with serving_of(engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        yield client
+
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def test_openai_s_client_gets_a_completion(served):
+    answer = served.completions.create(model="tiny", prompt="Hi", logprobs=2, echo=True, max_tokens=5)
+    assert answer.choices[0].text == "HiHello"
+    assert answer.choices[0].logprobs.tokens == list("HiHello")
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_openai_s_client_streams_a_completion(served):
+    with served.completions.create(model="tiny", prompt="Hi", stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world"
+
+
+def test_openai_s_client_gets_a_chat_answer(served):
+    answer = served.chat.completions.create(model="tiny", messages=USER, logprobs=True, top_logprobs=3, n=2)
+    assert [choice.message.content for choice in answer.choices] == ["Hello, world"] * 2
+    first = answer.choices[0].logprobs.content[0]
+    assert (first.token, first.bytes, [top.token for top in first.top_logprobs]) == ("H", [72], ["I", "J", "H"])
+
+
+def test_openai_s_client_streams_a_chat_answer_with_usage(served):
+    options = {"include_usage": True}
+    with served.chat.completions.create(model="tiny", messages=USER, stream=True, stream_options=options) as stream:
+        *chunks, last = stream
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello, world"
+    assert last.usage.completion_tokens == 13
+
+
+def test_openai_s_client_sees_our_refusals_as_its_own_errors(served):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        served.completions.create(model="tiny", prompt="Hi", temperature=9)
+    assert refusal.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        served.completions.create(model="other", prompt="Hi")
+
+
+def test_openai_s_client_sees_a_failure_in_mid_stream(serving_of, FakeEngine):
+    with (
+        serving_of(FakeEngine(fail_after=2)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client.completions.create(model="tiny", prompt="Hi", stream=True) as stream,
+        pytest.raises(openai.APIError, match="failed"),
+    ):
+        list(stream)
+
+
+def test_a_body_over_the_limit_is_413_over_a_socket(serving_of, engine):
+    with serving_of(engine, max_body_bytes=1000) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", content=b"a" * 10_000_000)
+    assert answer.status_code == 413
+
+
+def test_a_client_killed_in_mid_stream_aborts_its_request(serving_of, FakeEngine, wait_for):
+    engine = FakeEngine(hang=True)
+    with serving_of(engine) as server:
+        body = {"model": "tiny", "prompt": "Hi", "stream": True, "max_tokens": 99}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            next(answer.iter_bytes())
+        wait_for(lambda: engine.aborted)
+
+
+def test_the_engine_starts_and_stops_with_the_server(serving_of, engine):
+    with serving_of(engine):
+        assert engine.started
+        assert not engine.stopped
+    assert engine.stopped
+
+
+def test_draining_refuses_the_new_and_finishes_the_running(serving_of, FakeEngine, wait_for):
+    engine = FakeEngine(hang=True)
+    with serving_of(engine, drain_timeout_s=1.0) as server:
+        url, answers = f"{server.url}/v1/completions", []
+        body = {"model": "tiny", "prompt": "Hi", "max_tokens": 99}
+        running = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
+        running.start()
+        wait_for(lambda: engine.submitted)
+        server.handle_exit(15, None)
+        wait_for(lambda: engine.draining)
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.post(url, json=body).status_code == 503
+        running.join(5)
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
+    assert len(engine.aborted) == 1
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(serving_of, FakeEngine):
+    with serving_of(FakeEngine(hang=True), drain_timeout_s=0.2) as server:
+        body = {"model": "tiny", "prompt": "Hi", "stream": True, "max_tokens": 99}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            server.handle_exit(15, None)
+            text = answer.read().decode()
+    assert "shutting_down" in text.split("\n\n")[-2]
+
+
+def test_an_idle_server_leaves_at_once(serving_of, engine, wait_for):
+    with serving_of(engine, drain_timeout_s=60) as server:
+        server.handle_exit(2, None)
+        wait_for(lambda: engine.stopped)
+
+
+def test_a_port_in_use_is_found_before_the_engine_is_made():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="--port"):
+            serve(lambda: pytest.fail("made an engine"), port=taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("127.0.0.1", 70_000)])
+def test_an_address_that_cannot_be_used_is_a_config_error(host, port):
+    with pytest.raises(ConfigError):
+        bind(host, port)
+
+
+def test_what_goes_wrong_at_the_engine_s_start_is_raised_as_it_is(engine):
+    engine.start_error = ConfigError("too little memory; lower --kv-cache-memory")
+    with pytest.raises(ConfigError, match="kv-cache-memory"):
+        serve(lambda: engine, port=0)
