@@ -50,7 +50,7 @@ notebooks: $(DEV) ## run every notebook from top to bottom
 
 bench: $(DEV) ## measure MODEL (ARGS="serve --request-rate 2"; default: throughput)
 	$(SAY) 'Measuring $(MODEL)'
-	@$(BIN)/pagedjax bench $(or $(ARGS),throughput)
+	@$(BIN)/pagedjax bench $(or $(ARGS),throughput --model $(MODEL))
 
 clean: ## remove the environment and what tools left behind
 	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
@@ -60,12 +60,12 @@ clean: ## remove the environment and what tools left behind
 # A stamp file says which inputs an installation has seen, so that nothing is installed twice.
 
 $(BASE): $(VENV)/.created pyproject.toml constraints.txt
-	$(SAY) 'Installing pagedjax and what it needs into $(VENV) (about 600 MB, once)'
+	$(SAY) 'Installing pagedjax and what it needs into $(VENV) (about 1 GB, once)'
 	@$(PIP) -e .
 	@touch $@
 
 $(DEV): $(VENV)/.created pyproject.toml constraints.txt
-	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 900 MB, once)'
+	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 1.3 GB, once)'
 	@$(PIP) -e '.[dev]'
 	@touch $(BASE) $@
 

@@ -27,3 +27,10 @@ def test_files_named_in_pages_exist(page):
     """A path in code marks, such as `pagedjax/core/state.py`, from the root or from pagedjax/."""
     named = re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|ipynb|md|json|toml))`", page.read_text())
     assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "pagedjax"))] == []
+
+
+def test_metrics_named_in_pages_exist():
+    named = set(re.findall(r"`(pagedjax_[a-z_]+)`", "".join(page.read_text() for page in PAGES)))
+    sources = "".join(path.read_text() for top in ("pagedjax", "serving") for path in (ROOT / top).rglob("*.py"))
+    assert named
+    assert sorted(name for name in named if f'"{name.removesuffix("_total")}"' not in sources) == []

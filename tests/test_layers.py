@@ -26,6 +26,7 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 ONLY = {"pagedjax.simulator": {"pagedjax.core"}, "serving": {"pagedjax.engine", "pagedjax.core"}}
 CORE_MAY_USE = sys.stdlib_module_names | {"immutables", "numpy"}
 KERNELS_MAY_USE = sys.stdlib_module_names | {"jax", "jaxlib", "jax_triton", "triton", "numpy", "ml_dtypes"}
+LIGHT = ("pagedjax", "pagedjax.core", "pagedjax.core.scheduler", "pagedjax.cli", "pagedjax.engine.config")
 MAY_PRINT = ("pagedjax.cli", "pagedjax.bench")
 
 
@@ -51,7 +52,7 @@ def test_only_the_command_line_prints():
     assert talkers == []
 
 
-@pytest.mark.parametrize("module", ["pagedjax.core", "pagedjax.core.scheduler", "pagedjax", "pagedjax.cli"])
+@pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_import_without_jax(module):
     heavy = f"import sys, {module}; print(sorted({{'jax', 'flax', 'transformers', 'starlette'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -4,29 +4,54 @@ Everything heavy is imported inside the command that needs it, so that `pagedjax
 """
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from pagedjax import __version__
 from pagedjax.cli import flags
+from pagedjax.cli.flags import option
 from pagedjax.core.errors import ConfigError, RequestError
-from pagedjax.core.request import SamplingParams
-
-MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
 
 DEFAULT_MODEL = "smollm2-135m"
-# Flags of `chat` that are not the engine's, by their name in SamplingParams and in OpenAI's API.
-CHAT_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens", "sampling_seed": "seed"}
+MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What `serve` sets beside the engine."""
+
+    host: str = option("127.0.0.1", "http", "address to listen on")
+    port: int = option(8000, "http", "port to listen on; 0 takes a free one")
+    max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
+    drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "http", "least severe level that is logged"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What `chat` sets beside the engine. None is left to the engine or the server."""
+
+    url: str | None = option(None, "conversation", "talk to the server at this address, start no engine here", "none")
+    api_key: str | None = option(None, "conversation", "key that the server at --url asks for", "none")
+    system: str | None = option(None, "conversation", "system message that opens the conversation", "none")
+    temperature: float = option(0.7, "conversation", "0 is greedy, 2 the most random")
+    top_p: float = option(1.0, "conversation", "sample from the likeliest tokens that have this probability together")
+    max_tokens: int | None = option(None, "conversation", "longest answer in tokens", "up to the context's end")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit status: 0, 1 for a failure, 2 for wrong usage or configuration."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["bench"]:
-        return _guarded("bench", _bench, argv[1:])
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["bench"]:
+        # It has sub-commands of its own.
+        return _guarded("bench", _bench, words[1:])
+    args = parser().parse_args(words)
     return _guarded(args.command, args.run, args)
 
 
@@ -37,36 +62,56 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"pagedjax {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    _add_serve(_command(commands, "serve", "serve a model over HTTP with OpenAI's API", _serve))
-    _add_chat(_command(commands, "chat", "chat with a model in the terminal", _chat))
-    _add_pull(_command(commands, "pull", "fetch a bundled model into the model cache", _pull))
-    _command(commands, "bench", "measure throughput and latency (see: pagedjax bench --help)", _bench)
-    _command(commands, "info", "show versions, devices, the chosen backends and why", _info)
+    serve = _add_command(commands, "serve", "serve a model over HTTP with OpenAI's API", _serve)
+    _add_settings(serve, ServeOptions, f"{MODEL_HELP}; may stand in --config instead")
+    chat = _add_command(commands, "chat", "chat with a model in the terminal", _chat)
+    _add_settings(chat, ChatOptions, f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    pull = _add_command(commands, "pull", "fetch a bundled model into the model cache and print its path", _pull)
+    pull.add_argument("model", metavar="MODEL", help=f"a bundled name: {DEFAULT_MODEL}")
+    _add_command(commands, "bench", "measure throughput and latency (pagedjax bench --help says more)", _bench)
+    _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
     return top
 
 
-def _command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+def settings(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """What the --config file and the command line set, by field name; the command line wins."""
+    from pagedjax.engine.config import EngineConfig
+
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "config")}
+    if not hasattr(args, "config"):
+        return given
+    return flags.read_toml(args.config, flags.field_types(EngineConfig) | flags.field_types(options)) | given
+
+
+def _add_command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
         allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
     )
     command.set_defaults(run=run)
     return command
 
 
-def _guarded(command: str, run: Any, argument: Any) -> int:
+def _add_settings(command: argparse.ArgumentParser, options: type, model_help: str) -> None:
+    from pagedjax.engine.config import EngineConfig
+
+    absent = argparse.SUPPRESS
+    file_help = "TOML file with any of the settings below, a key each; flags win over it"
+    command.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=model_help)
+    command.add_argument("--config", metavar="FILE", default=absent, help=file_help)
+    flags.add_flags(command, options)
+    flags.add_flags(command, EngineConfig, without=frozenset({"model"}))
+
+
+def _guarded(command: str, run: Callable[[Any], int | None], argument: Any) -> int:
     """Turn the faults a user can mend into one line each; anything else is ours and keeps its traceback."""
     try:
         return run(argument) or 0
-    except ConfigError as error:
+    except (ConfigError, RequestError) as error:
         print(f"pagedjax {command}: error: {error}", file=sys.stderr)
-        return 2
-    except RequestError as error:
-        print(f"pagedjax {command}: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -75,88 +120,67 @@ def _guarded(command: str, run: Any, argument: Any) -> int:
         return 1
 
 
-def _add_serve(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP}; may stand in --config instead")
-    http = command.add_argument_group("http")
-    http.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    http.add_argument("--port", type=int, metavar="N", help="port to listen on (default: 8000)")
-    _add_engine_flags(command)
-
-
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> int:
+    chosen = settings(args, ServeOptions)
+    options = ServeOptions(**flags.take(chosen, ServeOptions))
+    config = _engine_config(chosen)
     from serving import server
 
-    chosen = {"host": "127.0.0.1", "port": 8000} | settings(args, {"host": str, "port": int})
-    host, port = chosen.pop("host"), chosen.pop("port")
-    server.run(_engine_config(chosen), host=host, port=port)
-
-
-def _add_chat(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
-    talk = command.add_argument_group("conversation")
-    talk.add_argument("--url", help="talk to the server at this address instead of starting an engine here")
-    talk.add_argument("--api-key", metavar="KEY", help="key that the server at --url asks for")
-    talk.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
-    talk.add_argument("--temperature", type=float, metavar="X", help="0 is greedy, 2 the most random (default: 0.7)")
-    talk.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total mass")
-    talk.add_argument(
-        "--max-tokens", type=int, metavar="N", help="longest answer in tokens (default: to the context's end)"
-    )
-    talk.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help="makes answers repeatable")
-    _add_engine_flags(command, without=frozenset({"model", "seed"}))
+    _log_at(options.log_level)
+    http = {name: value for name, value in asdict(options).items() if name != "log_level"}
+    return server.serve(lambda: _engine(config), on_ready=lambda url: print(f"Ready on {url}", flush=True), **http)
 
 
 def _chat(args: argparse.Namespace) -> None:
     from pagedjax.cli import chat
 
-    given = vars(args)
-    system = given.pop("system", None)
-    sampling = {"temperature": 0.7} | {word: given.pop(name) for name, word in CHAT_SAMPLING.items() if name in given}
-    with _answers(args, sampling) as ask:
-        chat.converse(ask, system=system)
-
-
-def _answers(args: argparse.Namespace, sampling: dict[str, Any]) -> Any:
-    """Who answers in a chat: the server at --url, or an engine in this process."""
-    from pagedjax.cli import chat
-
-    url, api_key = vars(args).pop("url", None), vars(args).pop("api_key", None)
-    chosen = settings(args, {})
-    if url is None:
-        if api_key is not None:
+    chosen = settings(args, ChatOptions)
+    options = ChatOptions(**flags.take(chosen, ChatOptions))
+    sampling = {"temperature": options.temperature, "top_p": options.top_p, "max_tokens": options.max_tokens}
+    if options.url is None:
+        if options.api_key is not None:
             raise ConfigError("--api-key is for a server; give its --url too")
-        config = _engine_config({"model": DEFAULT_MODEL} | chosen)
-        return chat.local(config, SamplingParams(**{"max_tokens": None} | sampling))
-    model = chosen.pop("model", None)
-    if chosen:
-        raise ConfigError(f"{', '.join(chosen)} set up an engine here; with --url the server has its own: drop one")
-    return chat.remote(url, sampling, model=model, api_key=api_key)
-
-
-def _add_engine_flags(command: argparse.ArgumentParser, *, without: frozenset[str] = frozenset({"model"})) -> None:
-    from pagedjax.engine.config import EngineConfig
-
-    file = command.add_argument_group("file")
-    file.add_argument("--config", metavar="FILE", help="TOML file with any of these settings; flags win over it")
-    flags.add_flags(command, EngineConfig, without=without)
-
-
-def settings(args: argparse.Namespace, further: dict[str, type]) -> dict[str, Any]:
-    """What the --config file and the command line set, by field name; the command line wins."""
-    from pagedjax.engine.config import EngineConfig
-
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "config")}
-    if not hasattr(args, "config"):
-        return given
-    return flags.read_toml(args.config, flags.field_types(EngineConfig) | further) | given
+        _log_at("warning")
+        answers = chat.local(_engine(_engine_config({"model": DEFAULT_MODEL} | chosen)), sampling)
+    else:
+        model = chosen.pop("model", None)
+        if chosen:
+            raise ConfigError(f"{', '.join(chosen)} would set up an engine here, but --url names a server: drop one")
+        answers = chat.remote(options.url, sampling, model=model, api_key=options.api_key)
+    with answers as ask:
+        chat.converse(ask, system=options.system)
 
 
 def _engine_config(chosen: dict[str, Any]) -> Any:
     from pagedjax.engine.config import EngineConfig
 
     if "model" not in chosen:
-        raise ConfigError("no model named; give MODEL, for example: pagedjax serve smollm2-135m")
+        raise ConfigError(f"no model named; give MODEL, for example: pagedjax serve {DEFAULT_MODEL}")
     return EngineConfig(**chosen)
+
+
+def _engine(config: Any) -> Any:
+    """An engine that is not started yet. Its model is on this machine: fetched, with a bar, if it was not."""
+    from pagedjax.engine.async_engine import AsyncEngine
+    from pagedjax.weights import store
+
+    with store.ProgressBar(config.model) as bar:
+        store.resolve(config.model, bar)
+    return AsyncEngine.from_config(config)
+
+
+def _log_at(level: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")
+    for package in ("pagedjax", "serving", "pallas_kernels"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def _pull(args: argparse.Namespace) -> None:
+    from pagedjax.weights import store
+
+    with store.ProgressBar(args.model) as bar:
+        path = store.pull(args.model, bar)
+    print(path)
 
 
 def _bench(argv: Sequence[str]) -> int:
@@ -169,13 +193,3 @@ def _info(_args: argparse.Namespace) -> None:
     from pagedjax.cli import info
 
     print(info.report())
-
-
-def _add_pull(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="a bundled name: smollm2-135m")
-
-
-def _pull(args: argparse.Namespace) -> None:
-    from pagedjax.weights import store
-
-    print(store.pull(args.model))

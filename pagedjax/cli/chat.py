@@ -44,17 +44,15 @@ def converse(ask: Ask, *, system: str | None = None) -> None:
 
 
 @contextmanager
-def local(config: Any, params: SamplingParams) -> Iterator[Ask]:
-    """Answers from an engine in this process; it starts on entry (which takes a while) and stops on exit."""
-    from pagedjax.engine.async_engine import AsyncEngine
-
+def local(engine: Any, sampling: dict[str, Any]) -> Iterator[Ask]:
+    """Answers from an engine in this process. It starts on entry, which takes a while, and stops on exit."""
+    params = SamplingParams(**sampling)
     with asyncio.Runner() as runner:
-        engine = AsyncEngine.from_config(config)
         try:
             runner.run(engine.start())
             yield lambda messages, write: runner.run(_generate(engine, messages, params, write))
         finally:
-            runner.run(engine.stop(drain_s=0))
+            runner.run(engine.stop())
 
 
 @contextmanager
@@ -71,7 +69,8 @@ def remote(
         raise ConfigError(f"no server that speaks OpenAI's API answers at {url}: {error}; check --url") from error
 
     def ask(messages: list[Message], write: Write) -> None:
-        body = sampling | {"model": model, "messages": messages, "stream": True}
+        body = {name: value for name, value in sampling.items() if value is not None}
+        body |= {"model": model, "messages": messages, "stream": True}
         try:
             with _request(url, "POST", "/v1/chat/completions", headers, json.dumps(body)) as response:
                 for piece in _pieces(response):

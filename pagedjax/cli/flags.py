@@ -1,7 +1,7 @@
 """A frozen configuration class as flags and as TOML keys, so that a field is described once.
 
-A field's `metadata["help"]` is its help text and `metadata["group"]` its heading. A field of type bool gives
-`--name` and `--no-name`; Literal types give choices; None stands for "auto".
+A field's `metadata["help"]` is its help text, `metadata["group"]` its heading and `metadata["none"]` what None means
+("auto" if it does not say). A field of type bool gives `--name` and `--no-name`; Literal types give choices.
 """
 
 import argparse
@@ -16,6 +16,11 @@ from pagedjax.core.errors import ConfigError
 
 # Other engines' names for the same field.
 ALIASES = {"max_num_seqs": ("--max-batch-size",), "max_model_len": ("--max-seq-len",)}
+
+
+def option(default: Any, group: str, text: str, none: str = "auto") -> Any:
+    """A field with this default and help text."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, "none": none})
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type, *, without: frozenset[str] = frozenset()) -> None:
@@ -46,7 +51,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     if value is dataclasses.MISSING:
         return "required"
     if value is None:
-        return "auto"
+        return str(field.metadata.get("none", "auto"))
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
@@ -78,6 +83,11 @@ def field_types(config_class: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in _fields(config_class)}
 
 
+def take(settings: dict[str, Any], config_class: type) -> dict[str, Any]:
+    """Remove the settings that are fields of `config_class`, and give them."""
+    return {field.name: settings.pop(field.name) for field in _fields(config_class) if field.name in settings}
+
+
 def _fields(config_class: type, without: frozenset[str] = frozenset()) -> Iterator[dataclasses.Field[Any]]:
     return (field for field in dataclasses.fields(config_class) if field.init and field.name not in without)
 
@@ -94,7 +104,7 @@ def _argument(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if choices:
         return {"choices": choices}
-    return {"type": kind, "metavar": {int: "N", float: "X", str: "NAME"}.get(kind, "VALUE")}
+    return {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}.get(kind, "VALUE")}
 
 
 def _kind(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...]]:

@@ -24,7 +24,13 @@ CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", 
 
 def report() -> str:
     """Several lines of text, under headings."""
-    parts = {"versions": _versions, "processor": _processor, "devices": _devices}
+    parts = {
+        "versions": _versions,
+        "processor": _processor,
+        "devices": _devices,
+        "backends for smollm2-135m in bfloat16": _backends,
+        "model cache": _models,
+    }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines())]) for title, lines in parts.items())
 
 
@@ -64,6 +70,27 @@ def _devices() -> Iterator[str]:
     yield _row("platform", jax.default_backend())
     for device in jax.devices():
         yield _row(str(device), device.device_kind)
+
+
+def _backends() -> Iterator[str]:
+    """The choice for each operation, then the reasons against the others."""
+    import jax
+
+    from pallas_kernels import dispatch
+    from pallas_kernels.ragged_attention.shapes import MODELS
+
+    for op in dispatch.CANDIDATES:
+        choice = dispatch.choose(op, platform=jax.default_backend(), shape=MODELS["smollm2-135m"], dtype="bfloat16")
+        yield f"{op}: {choice.backend.name}"
+        yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
+
+
+def _models() -> Iterator[str]:
+    from pagedjax.weights import store
+
+    for name in store.BUNDLED:
+        path = store.cached_path(name)
+        yield _row(name, f"{path} ({path.stat().st_size / 2**20:.0f} MiB)" if path.exists() else "not fetched yet")
 
 
 def _row(name: str, value: str) -> str:
