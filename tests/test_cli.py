@@ -3,13 +3,14 @@
 import argparse
 import builtins
 import json
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pytest
 
@@ -190,6 +191,67 @@ def test_unknown_chat_command_is_not_sent_to_the_model(monkeypatch, capsys):
     chat.converse(echo_to(log := []))
     assert log == []
     assert "Unknown command /rest" in capsys.readouterr().err
+
+
+class FakeEngine:
+    """Answers every prompt with the same pieces; `aborted` counts streams that were told to stop."""
+
+    def __init__(self, pieces):
+        self.pieces, self.prompts, self.aborted, self.stopped = pieces, [], 0, False
+        self.tokenizer = self
+
+    async def start(self):
+        pass
+
+    async def stop(self):
+        self.stopped = True
+
+    def apply_chat_template(self, messages):
+        return "|".join(message["content"] for message in messages)
+
+    def encode(self, text, add_special_tokens=True):
+        return [add_special_tokens, text]
+
+    def submit(self, prompt, params):
+        self.prompts.append((prompt, params))
+        return self
+
+    def abort(self):
+        self.aborted += 1
+
+    async def __aiter__(self):
+        for piece in self.pieces:
+            yield Delta(piece)
+
+
+class Delta(NamedTuple):
+    text: str
+
+
+def test_local_chat_streams_and_stops_the_engine():
+    engine, pieces = FakeEngine(["Hel", "lo"]), []
+    with chat.local(engine, {"temperature": 0.0, "max_tokens": None}) as ask:
+        ask([{"role": "user", "content": "hi"}], pieces.append)
+    assert pieces == ["Hel", "lo"]
+    assert engine.stopped
+    ((prompt, params),) = engine.prompts
+    assert prompt == [False, "hi"]  # the template has written the special tokens
+    assert (params.temperature, params.max_tokens) == (0.0, None)
+
+
+def test_interrupt_aborts_the_local_answer_and_the_engine_goes_on():
+    engine, pieces = FakeEngine(["Hel", "lo"]), []
+
+    def interrupt(piece):
+        pieces.append(piece)
+        signal.raise_signal(signal.SIGINT)
+
+    with chat.local(engine, {}) as ask:
+        with pytest.raises(KeyboardInterrupt):
+            ask([{"role": "user", "content": "hi"}], interrupt)
+        assert engine.aborted == 1
+        ask([{"role": "user", "content": "hi"}], pieces.append)
+    assert pieces[-2:] == ["Hel", "lo"]
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def local(engine: Any, sampling: dict[str, Any]) -> Iterator[Ask]:
     """Answers from an engine in this process. It starts on entry, which takes a while, and stops on exit."""
     params = SamplingParams(**sampling)
     with asyncio.Runner() as runner:
+        runner.run(engine.start())
         try:
-            runner.run(engine.start())
             yield lambda messages, write: runner.run(_generate(engine, messages, params, write))
         finally:
             runner.run(engine.stop())
