@@ -252,7 +252,7 @@ def test_a_server_of_another_kind_is_refused(status, body, complaint):
 
 
 def test_no_server_is_refused_by_its_address():
-    with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:1"):
+    with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:1"):
         asyncio.run(served_models("http://127.0.0.1:1"))
 
 
