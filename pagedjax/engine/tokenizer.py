@@ -85,15 +85,15 @@ class Tokenizer:
         """Token ids of `text`; `add_special_tokens` adds what the model wants around a text (often a BOS token).
 
         Control tokens spelt out in `text` become those tokens, as in vLLM and transformers. A text that a chat
-        template has rendered already holds them: encode it with `add_special_tokens=False`.
+        template has rendered already holds them: encode it with `add_special_tokens=False`. Bytes that the vocabulary
+        lacks (in practice some control characters) vanish, as they do there.
         Raises RequestError for text that is not Unicode (lone surrogates).
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the text holds a lone surrogate at character {error.start}, which is not valid Unicode",
-                param="prompt",
+                f"the text holds a lone surrogate at character {error.start}: it is not Unicode", param="prompt"
             ) from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -117,8 +117,8 @@ class Tokenizer:
         """Raise ConfigError where the model has fewer embeddings than this vocabulary has ids."""
         if self.vocab_size > num_embeddings:
             raise ConfigError(
-                f"the tokenizer has {self.vocab_size} ids and the model only {num_embeddings} embeddings: they belong to "
-                "different models; give --model a checkpoint with its own tokenizer"
+                f"the tokenizer has {self.vocab_size} ids and the model only {num_embeddings} embeddings: they belong "
+                "to different models; give --model a checkpoint with its own tokenizer"
             )
 
     def apply_chat_template(
@@ -174,9 +174,9 @@ def _gguf_vocabulary(file: GgufFile) -> tuple[list[str], list[int]]:
             "model's Hugging Face directory instead (config.json, *.safetensors, tokenizer.json)"
         )
     tokens, kinds = file.metadata.get("tokenizer.ggml.tokens", []), file.metadata.get("tokenizer.ggml.token_type")
-    if not tokens or not isinstance(tokens[0], str):
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise ConfigError(f"{file.path} holds no vocabulary (tokenizer.ggml.tokens); convert the model again")
-    if kinds is None or len(kinds) != len(tokens):
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ConfigError(f"{file.path}: tokenizer.ggml.token_type must name the kind of each of {len(tokens)} tokens")
     return tokens, kinds
 

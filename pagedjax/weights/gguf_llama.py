@@ -141,10 +141,8 @@ def _llama3_scaling(file: GgufFile, head_dim: int, theta: float) -> Llama3Scalin
     scaling = Llama3Scaling(factor=round(float(factors.max(initial=1.0)), 4), **_LLAMA3_BLEND)
     plain = inverse_frequencies(head_dim, theta, None).astype(np.float64)
     expected = plain / inverse_frequencies(head_dim, theta, scaling).astype(np.float64)
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4) or math.isnan(scaling.factor):
-        raise ConfigError(
-            f"{file.path}: the rotary factors in {ROPE_FACTORS} are not Llama 3's; they are not supported"
-        )
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+        raise ConfigError(f"{file.path}: the rotary factors in {ROPE_FACTORS} are not Llama 3's: not supported")
     return scaling
 
 

@@ -52,9 +52,7 @@ def open_safetensors(directory: Path) -> SafetensorFiles:
             raise ConfigError(f"cannot read {path}: {error}; fetch it again") from error
         twice = sorted(set(file.keys()) & set(files))
         if twice:
-            raise ConfigError(
-                f"{path} holds {twice[0]} and {len(twice) - 1} more tensors that another file has already"
-            )
+            raise ConfigError(f"{path} holds {twice[0]} (of {len(twice)} such) a second time")
         files.update(dict.fromkeys(file.keys(), file))
     return SafetensorFiles(files)
 

@@ -55,9 +55,7 @@ def _from_hub(model: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ConfigError(
-            f"{model!r} looks like a hub id, and huggingface_hub is not installed. {_what_works()}"
-        ) from error
+        raise ConfigError(f"the hub id {model!r} needs the package huggingface_hub. {_what_works()}") from error
     try:
         return _checked_directory(Path(snapshot_download(model, allow_patterns=list(HUB_FILES))))
     # The hub's client raises its own, requests', httpx's and the system's errors: all mean that the id gave no model.
@@ -65,9 +63,8 @@ def _from_hub(model: str) -> Path:
         raise
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            f"cannot fetch {model!r} from the hub: {said[0]}.{_suggestion(model)} {_what_works()}"
-        ) from error
+        hint = f"{_suggestion(model)} {_what_works()}"
+        raise ConfigError(f"cannot fetch {model!r} from the hub: {said[0]}.{hint}") from error
 
 
 def _suggestion(model: str) -> str:
