@@ -7,7 +7,7 @@ A field's `metadata["help"]` is its help text, `metadata["group"]` its heading a
 import argparse
 import dataclasses
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -104,10 +104,10 @@ def _argument(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if choices:
         return {"choices": choices}
-    return {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}.get(kind, "VALUE")}
+    return {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
 
 
-def _kind(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...]]:
+def _kind(hint: Any) -> tuple[type, tuple[str, ...]]:
     """The scalar type under an optional one, and the allowed values of a Literal."""
     options = [o for o in get_args(hint) if o is not NoneType] if get_origin(hint) in (Union, UnionType) else [hint]
     if len(options) != 1:
