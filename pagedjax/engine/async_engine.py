@@ -1,0 +1,264 @@
+"""The engine behind a thread: asyncio on one side, the step loop on the other, messages between them.
+
+Only the engine's thread touches the Engine once it runs. Commands go to it through a queue; what a step brought comes
+back in one hop a step, however many streams it feeds.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from pagedjax.core.errors import RequestError
+from pagedjax.core.request import SamplingParams
+from pagedjax.core.state import State
+from pagedjax.engine.build import Progress, build_engine
+from pagedjax.engine.config import EngineConfig
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.metrics import EngineMetrics
+from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update
+from pagedjax.engine.submission import Submission
+from pagedjax.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+STUCK_AFTER_S = 120.0
+_IDLE_WAIT_S = 0.5
+
+
+class Stream:
+    """The `n` sequences of one request as they grow: an async iterator of Delta, over when all have finished.
+
+    Iteration raises EngineError for our own faults. `num_cached_tokens` and `prompt_logprobs` are complete once the
+    first delta is out. Belongs to one event loop.
+    """
+
+    def __init__(self, request: Submission, abort: Callable[["Stream"], None]) -> None:
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._abort = abort
+        self._num_unfinished = request.params.n
+        self._deltas: deque[Delta] = deque()
+        self._error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self._num_unfinished == 0:
+                raise StopAsyncIteration
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._deltas.popleft()
+
+    def abort(self) -> None:
+        """Stop generating; harmless when it has ended. Iteration ends without an error."""
+        if self._num_unfinished and self._error is None:
+            self._num_unfinished = 0
+            self._wake()
+            self._abort(self)
+
+    def feed(self, update: Update) -> None:
+        """Take in what a step brought. Called by the engine, on the stream's event loop."""
+        if update.error is not None:
+            self._error = update.error
+        elif update.delta is not None:
+            self.num_cached_tokens = update.num_cached_tokens
+            self.prompt_logprobs = update.prompt_logprobs
+            self._num_unfinished -= update.delta.finish_reason is not None
+            self._deltas.append(update.delta)
+        self._wake()
+
+    @property
+    def ended(self) -> bool:
+        return self._num_unfinished <= 0 or self._error is not None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncEngine:
+    """A running engine for asyncio callers. Methods without another note belong to the event loop that started it."""
+
+    def __init__(self, config: EngineConfig, build: Callable[[EngineConfig, Progress | None], Engine]) -> None:
+        self.config = config
+        self.created = int(time.time())
+        self._build = build
+        self._engine: Engine | None = None
+        self._streams: dict[str, Stream] = {}
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining = False
+        self._failure: BaseException | None = None
+        self._last_progress_s = time.monotonic()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "AsyncEngine":
+        """An engine that loads its model when started."""
+        return cls(config, build_engine)
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Load the model, compile, and begin to serve; returns when ready. Raises ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready, progress), name="engine", daemon=True)
+        self._thread.start()
+        await ready
+
+    async def stop(self) -> None:
+        """End what still runs with an error, and the thread."""
+        self.drain()
+        for stream in list(self._streams.values()):
+            stream.feed(Update(stream.request_id, None, error=EngineError("the server is shutting down")))
+            self._drop(stream)
+        self._commands.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def submit(
+        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> Stream:
+        """Queue a request. Raises RequestError at once for what can never run, a full queue, or while draining."""
+        engine = self._ready_engine()
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        request = engine.prepare(prompt, params, request_id=request_id, priority=priority)
+        engine.check(request)
+        stream = Stream(request, self._drop)
+        self._streams[request_id] = stream
+        self._commands.put(lambda engine: self._add(engine, request))
+        return stream
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those here go on."""
+        self._draining = True
+
+    def is_ready(self) -> bool:
+        """Whether a new request would be taken."""
+        return self._engine is not None and not self._draining and self._failure is None
+
+    def is_alive(self) -> bool:
+        """Whether the step loop lives, and steps advance while there is work."""
+        if self._failure is not None or (self._thread is not None and not self._thread.is_alive()):
+            return False
+        stuck = self._engine is not None and self._streams and self._seconds_since_progress() > STUCK_AFTER_S
+        return not stuck
+
+    @property
+    def model_name(self) -> str:
+        return self.config.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._ready_engine(draining=True).state.config.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._ready_engine(draining=True).tokenizer
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._ready_engine(draining=True).metrics
+
+    def state(self) -> State:
+        """The scheduler's latest state: a value, safe to look at on any thread."""
+        return self._ready_engine(draining=True).state
+
+    def _ready_engine(self, *, draining: bool = False) -> Engine:
+        if self._failure is not None:
+            raise EngineError(f"the engine has stopped: {self._failure}")
+        if self._engine is None:
+            raise RequestError("the model is still loading", code="not_ready")
+        if self._draining and not draining:
+            raise RequestError("the server is shutting down", code="draining")
+        return self._engine
+
+    def _seconds_since_progress(self) -> float:
+        return time.monotonic() - self._last_progress_s
+
+    def _drop(self, stream: Stream) -> None:
+        self._streams.pop(stream.request_id, None)
+        self._commands.put(lambda engine: engine.abort(stream.request_id))
+
+    def _deliver(self, updates: list[Update]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is not None:
+                stream.feed(update)
+                if stream.ended:
+                    del self._streams[update.request_id]
+
+    def _fail(self, failure: BaseException) -> None:
+        self._failure = failure
+        for stream in list(self._streams.values()):
+            stream.feed(Update(stream.request_id, None, error=EngineError(f"the engine failed: {failure}")))
+        self._streams.clear()
+
+    # From here on: the engine's thread.
+
+    def _run(self, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
+        try:
+            engine = self._build(self.config, progress)
+        except BaseException as failure:
+            self._call(_settle, ready, failure)
+            return
+        self._engine = engine
+        self._call(_settle, ready, None)
+        try:
+            while self._obey(engine):
+                updates = engine.step()
+                self._last_progress_s = time.monotonic()
+                if updates:
+                    self._call(self._deliver, updates)
+        except BaseException as failure:
+            logger.exception("event=engine_failed")
+            self._call(self._fail, failure)
+
+    def _obey(self, engine: Engine) -> bool:
+        """Carry out the commands that have come; wait for one if there is nothing else to do. False to end."""
+        while True:
+            try:
+                command = self._commands.get(timeout=None if not engine.has_work else 0)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            self._last_progress_s = time.monotonic()
+            command(engine)
+
+    def _add(self, engine: Engine, request: Submission) -> None:
+        try:
+            engine.add(request)
+        except RequestError as error:
+            self._call(self._deliver, [Update(request.request_id, None, error=error)])
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        """Run `function` on the event loop, unless that is gone."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.warning("event=event_loop_closed")
+
+
+def _settle(ready: "asyncio.Future[None]", failure: BaseException | None) -> None:
+    if ready.done():
+        return
+    if failure is None:
+        ready.set_result(None)
+    else:
+        ready.set_exception(failure)

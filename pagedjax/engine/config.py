@@ -1,0 +1,145 @@
+"""The engine's whole configuration as one frozen record, and `resolve`, which fills every "auto".
+
+Every field is a flag of `pagedjax serve`, a keyword of `LLM(...)` and a TOML key. Names are vLLM's where it has one.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.errors import ConfigError
+from pagedjax.models.config import ModelConfig
+from pagedjax.runtime.config import RuntimeConfig
+from pagedjax.weights.store import served_model_name
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+GIB = 2**30
+
+
+def _option(default: Any, group: str, text: str) -> Any:
+    return field(default=default, metadata={"group": group, "help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to serve and within which limits. None means automatic: `resolve` fills it.
+
+    Raises ConfigError, naming the flag, for a value out of range.
+    """
+
+    model: str = _option("smollm2-135m", "model", "a bundled name, a GGUF file, a model directory or a hub id")
+    served_model_name: str | None = _option(None, "model", "the name in the API; from the model's path if not given")
+    dtype: Dtype = _option("auto", "model", "of weights, activations and KV cache; auto is bfloat16 where it is fast")
+    max_model_len: int | None = _option(None, "model", "longest context in tokens, prompt and output; auto is the model's")
+    seed: int = _option(0, "model", "makes sampling without a seed of its own repeatable")
+
+    block_size: int = _option(16, "memory", "tokens in a KV block, a power of two")
+    kv_cache_memory: float | None = _option(None, "memory", "GiB for the KV cache")
+    num_gpu_blocks_override: int | None = _option(None, "memory", "number of KV blocks, instead of a size in GiB")
+    enable_prefix_caching: bool = _option(True, "memory", "share blocks between prompts with equal beginnings")
+
+    max_num_seqs: int = _option(64, "scheduling", "most sequences that run at once")
+    max_num_batched_tokens: int | None = _option(None, "scheduling", "most tokens in one step")
+    enable_chunked_prefill: bool = _option(True, "scheduling", "split long prompts over several steps")
+    async_scheduling: bool = _option(True, "scheduling", "plan a step while the one before it runs")
+    max_queued_requests: int = _option(1024, "scheduling", "most requests that wait; more are refused (429)")
+    max_queued_tokens: int = _option(2_000_000, "scheduling", "most prompt tokens that wait; more are refused (429)")
+
+    attention_backend: str | None = _option(None, "device", "name of the attention backend; see pagedjax info")
+    compilation_cache_dir: str | None = _option(None, "device", "where compiled programs are kept between starts")
+
+    def __post_init__(self) -> None:
+        _ = self.runtime
+        # The limits that are still automatic cannot be checked yet; stand-ins that fit the others are.
+        tokens = self.max_num_batched_tokens or max(self.max_num_seqs, self.max_model_len or 1, 1)
+        self._scheduler(num_blocks=1, max_model_len=self.max_model_len or 1, max_num_batched_tokens=tokens)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must lie in 0..2^63 - 1, not {self.seed}; set --seed")
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or served_model_name(self.model)
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        return RuntimeConfig(
+            kv_cache_memory=self.kv_cache_memory,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+            compilation_cache_dir=self.compilation_cache_dir,
+            num_compile_threads=os.cpu_count() or 1,
+        )
+
+    def scheduler(self, num_blocks: int) -> SchedulerConfig:
+        """The scheduler's part of a resolved configuration."""
+        if self.max_model_len is None or self.max_num_batched_tokens is None:
+            raise ConfigError("the configuration is not resolved")
+        return self._scheduler(
+            num_blocks=num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def _scheduler(self, *, num_blocks: int, max_model_len: int, max_num_batched_tokens: int) -> SchedulerConfig:
+        return SchedulerConfig(
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            async_scheduling=self.async_scheduling,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+        )
+
+
+def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> EngineConfig:
+    """The configuration with every automatic field filled, for `model` on `platform` ("cpu" or "gpu").
+
+    Raises ConfigError for limits that the model does not have.
+    """
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings} positions; "
+            "lower --max-model-len"
+        )
+    return replace(
+        config,
+        dtype=_dtype(config.dtype, platform),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens or _max_num_batched_tokens(config, max_model_len, platform),
+        compilation_cache_dir=config.compilation_cache_dir or _compilation_cache_dir(),
+    )
+
+
+def _max_num_batched_tokens(config: EngineConfig, max_model_len: int, platform: str) -> int:
+    """Enough to keep the device busy, few enough that decodes beside a prompt do not wait long."""
+    enough = 256 if platform == "cpu" else 2048
+    return max(enough, config.max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
+
+
+def _dtype(dtype: Dtype, platform: str) -> Dtype:
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if platform != "cpu" or cpu_has_bf16() else "float32"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 natively (AVX-512 BF16, AMX or Arm BF16)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = {word for line in text.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
+    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _compilation_cache_dir() -> str:
+    home = os.environ.get("PAGEDJAX_HOME") or os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    folder = Path(home) if "PAGEDJAX_HOME" in os.environ else Path(home) / "pagedjax"
+    return str(folder / "compiled")

@@ -1,0 +1,68 @@
+"""What the engine counts, in Prometheus' conventions: a fold over the scheduler's effects and the runner's results.
+
+Gauges are read from the scheduler's state when somebody asks, so they cost the step loop nothing.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pagedjax.core.state import State
+
+_LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class EngineMetrics:
+    """The counters and histograms of one engine, in a registry of their own."""
+
+    def __init__(self, state: Callable[[], State | None]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_StateGauges(state))
+        self.requests = self._counter("pagedjax_requests", "Ended sequences (n a request), by outcome.", "outcome")
+        self.prompt_tokens = self._counter("pagedjax_prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled and kept.")
+        self.cached_tokens = self._counter("pagedjax_prefix_cache_hit_tokens", "Tokens taken from the prefix cache.")
+        self.queried_tokens = self._counter("pagedjax_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
+        self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions, by recomputation.")
+        self.recomputed_tokens = self._counter("pagedjax_recomputed_tokens", "Tokens lost to preemptions.")
+        self.discarded_tokens = self._counter("pagedjax_discarded_tokens", "Tokens sampled behind a late stop or abort.")
+        self.faulty_rows = self._counter("pagedjax_faulty_rows", "Rows whose logits were not finite.")
+        self.recompiles = self._counter("pagedjax_recompiles", "Programs compiled after warm-up.")
+        self.steps = self._counter("pagedjax_steps", "Steps done.")
+        self.step_tokens = self._histogram("pagedjax_step_tokens", "Tokens in a step.", _TOKENS)
+        self.step_time = self._counter("pagedjax_step_time_seconds", "Time of the step loop, by phase.", "phase")
+        self.queue_time = self._histogram("pagedjax_request_wait_time_seconds", "Arrival to first step.", _LATENCY_S)
+        self.ttft = self._histogram("pagedjax_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S)
+        self.itl = self._histogram("pagedjax_inter_token_latency_seconds", "Between tokens of a sequence.", _TOKEN_S)
+        self.e2e = self._histogram("pagedjax_request_latency_seconds", "Arrival to last token.", _LATENCY_S)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self.registry)
+
+
+class _StateGauges(Collector):
+    def __init__(self, state: Callable[[], State | None]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        state = self._state()
+        if state is None:
+            return
+        pool = state.pool
+        yield GaugeMetricFamily("pagedjax_requests_waiting", "Sequences in line.", len(state.waiting))
+        yield GaugeMetricFamily("pagedjax_waiting_tokens", "Tokens of sequences in line.", state.waiting.num_tokens)
+        yield GaugeMetricFamily("pagedjax_requests_running", "Sequences running.", len(state.running))
+        yield GaugeMetricFamily("pagedjax_steps_in_flight", "Steps planned and not done.", len(state.in_flight))
+        blocks = GaugeMetricFamily("pagedjax_kv_blocks", "KV blocks by state.", labels=["state"])
+        for name, count in (("held", pool.counts), ("idle", pool.idle), ("clean", pool.clean)):
+            blocks.add_metric([name], len(count))
+        yield blocks
+        usage = len(pool.counts) / pool.num_blocks
+        yield GaugeMetricFamily("pagedjax_kv_cache_usage_ratio", "Share of the KV blocks that is held.", usage)

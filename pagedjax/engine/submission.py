@@ -1,0 +1,91 @@
+"""From a caller's prompt and parameters to what the engine queues: token ids, limits and block hashes.
+
+Pure and safe on any thread, so that tokenising and hashing stay off the step loop.
+"""
+
+from dataclasses import replace
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.errors import RequestError
+from pagedjax.core.prefix import ROOT_HASH, hash_block
+from pagedjax.core.request import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
+from pagedjax.engine.tokenizer import Tokenizer
+
+
+class Submission(NamedTuple):
+    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    block_hashes: tuple[bytes, ...]
+
+    def for_scheduler(self, sequence_id: int) -> Request:
+        """The part that the scheduler sees."""
+        return Request(sequence_id, len(self.prompt_token_ids), self.params.max_tokens or 1, self.priority)
+
+
+def submission(
+    tokenizer: Tokenizer,
+    config: SchedulerConfig,
+    prompt: str | list[int],
+    params: SamplingParams,
+    *,
+    request_id: str,
+    priority: int = 0,
+) -> Submission:
+    """Check and tokenise one request.
+
+    Without `params.max_tokens` the output may fill the context, or the KV cache if that is smaller. Raises
+    RequestError for an empty prompt, token ids outside the vocabulary and a priority outside -8..7.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
+    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    _check_token_ids(token_ids, params, tokenizer.vocab_size)
+    if params.max_tokens is None:
+        room = min(config.max_model_len, config.num_blocks * config.block_size + 1) - len(token_ids)
+        params = replace(params, max_tokens=max(room, 1), min_tokens=min(params.min_tokens, max(room, 1)))
+    return Submission(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=token_ids,
+        params=params,
+        priority=priority,
+        block_hashes=hash_blocks(token_ids, config.block_size),
+    )
+
+
+def hash_blocks(token_ids: list[int], block_size: int) -> tuple[bytes, ...]:
+    """The names of a prompt's full blocks, each hashed over the one before it."""
+    data = np.asarray(token_ids, "<i4").tobytes()
+    hashes, parent, stride = [], ROOT_HASH, 4 * block_size
+    for end in range(stride, len(data) + 1, stride):
+        parent = hash_block(parent, data[end - stride : end])
+        hashes.append(parent)
+    return tuple(hashes)
+
+
+def seed_for(params: SamplingParams, index: int, engine_seed: int, sequence_id: int) -> int:
+    """The 64-bit seed of sequence `index` of a request: its own if it has one, else drawn from the engine's."""
+    if params.seed is not None:
+        return (params.seed + index) % 2**64
+    return int.from_bytes(sha256(f"{engine_seed}/{sequence_id}".encode()).digest()[:8], "little")
+
+
+def _check_token_ids(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
+    if not token_ids:
+        raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise RequestError(f"{token_id!r} is not a token id; they lie in 0..{vocab_size - 1}", param="prompt")
+    for name in ("logit_bias", "stop_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if token_id >= vocab_size:
+                raise RequestError(f"{name}: {token_id} is not a token id below {vocab_size}", param=name)

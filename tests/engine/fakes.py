@@ -1,0 +1,92 @@
+"""A device and a vocabulary simple enough to reason about: 64 tokens, the next token follows from the last one."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.plan import StepPlan
+from pagedjax.engine.config import EngineConfig
+from pagedjax.engine.engine import Engine
+from pagedjax.runtime.runner import StepResult
+from pagedjax.runtime.tokens import TokenTable
+
+VOCAB_SIZE = 64
+EOS = 63
+POISON = 40  # a prompt that begins with it makes logits that are not finite
+
+
+class LetterTokenizer:
+    """Token i is the i-th of these characters; 63 ends a sequence and has no text."""
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = frozenset({EOS})
+    special_token_ids = frozenset({EOS})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.letters.index(letter) for letter in text]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self.token_text(token_id) for token_id in token_ids if token_id != EOS)
+
+    def token_text(self, token_id: int) -> str:
+        return "<eos>" if token_id == EOS else self.letters[token_id]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+
+class CountingRunner:
+    """The next token is the last one plus one, so "a" goes on "bcdef…" and "0123456789 " ends with EOS.
+
+    Ids are worked out at dispatch, as on a device: from the row's own history, sampled tokens in flight included.
+    """
+
+    num_recompiles = 0
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.scheduler_config = config
+        self.tokens = TokenTable(VOCAB_SIZE)
+        self.history: dict[int, list[int]] = {}
+        self.fail_at_plan: int | None = None
+
+    def dispatch(self, plan: StepPlan) -> StepResult:
+        if plan.plan_id == self.fail_at_plan:
+            raise RuntimeError("the device fell over")
+        return StepResult.of(plan, ids=np.array([self._sample(row) for row in plan.rows], np.int32))
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def release(self, sequence_id: int) -> None:
+        self.history.pop(sequence_id, None)
+
+    def _sample(self, row) -> int:
+        if not row.samples:
+            return -1
+        known = list(self.tokens.tokens(row.sequence_id))
+        ahead = self.history.get(row.sequence_id, [])
+        context = ahead if len(ahead) == row.start + row.length else known
+        assert len(context) == row.start + row.length
+        sampled = -1 if context[0] == POISON else (context[-1] + 1) % VOCAB_SIZE
+        self.history[row.sequence_id] = [*context, sampled]
+        return sampled
+
+
+def make_engine(*, runner: type[CountingRunner] = CountingRunner, **options) -> Engine:
+    limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    config = EngineConfig(model="counting", **{**limits, "num_gpu_blocks_override": 64, **options})
+    return Engine(config, runner(config.scheduler(config.num_gpu_blocks_override)), LetterTokenizer())
+
+
+def texts(engine: Engine, requests: Sequence) -> list[str]:
+    """Run requests to the end; the text of each (request, index), in order."""
+    found: dict[tuple[str, int], str] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for update in engine.step():
+            key = update.request_id, update.delta.index
+            found[key] = found.get(key, "") + update.delta.text
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,135 @@
+"""The engine behind its thread: streams, aborts, failures, draining."""
+
+import asyncio
+
+import pytest
+
+from pagedjax.core.errors import ConfigError, RequestError
+from pagedjax.core.request import SamplingParams
+from pagedjax.engine.async_engine import AsyncEngine
+from pagedjax.engine.outputs import EngineError
+from tests.engine.fakes import make_engine
+
+PARAMS = SamplingParams(temperature=0, max_tokens=5)
+
+
+def with_engine(scenario, **options):
+    """Run `scenario(engine)` on a started AsyncEngine over the counting device."""
+
+    async def main():
+        inner = make_engine(**options)
+        engine = AsyncEngine(inner.config, lambda config, progress: inner)
+        await engine.start()
+        try:
+            return await asyncio.wait_for(scenario(engine), 30)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(main())
+
+
+async def text(stream) -> str:
+    return "".join([delta.text async for delta in stream])
+
+
+def test_streams_of_many_requests_are_kept_apart():
+    async def scenario(engine):
+        prompts = ["abcdefghijklmnop"[i : i + 3] for i in range(12)]
+        return await asyncio.gather(*(text(engine.submit(prompt, PARAMS)) for prompt in prompts))
+
+    assert with_engine(scenario)[:3] == ["defgh", "efghi", "fghij"]
+
+
+def test_an_aborted_stream_ends_without_an_error_and_its_blocks_come_back():
+    async def scenario(engine):
+        stream = engine.submit("abc", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        first = await anext(stream)
+        stream.abort()
+        rest = [delta async for delta in stream]
+        while engine.state().running:
+            await asyncio.sleep(0.001)
+        return first.text, rest, len(engine.state().pool.counts)
+
+    assert with_engine(scenario)[::2] == ("d", 0)
+
+
+def test_refusals_are_raised_at_once_and_others_go_on():
+    async def scenario(engine):
+        going = engine.submit("abc", PARAMS)
+        with pytest.raises(RequestError) as refusal:
+            engine.submit("a" * 63, PARAMS)
+        return refusal.value.code, await text(going)
+
+    assert with_engine(scenario) == ("context_length_exceeded", "defgh")
+
+
+def test_a_failing_step_ends_every_stream_with_our_error_and_the_engine_says_so():
+    async def scenario(engine):
+        engine._engine.runner.fail_at_plan = 2
+        streams = [engine.submit("abc", PARAMS) for _ in range(3)]
+        outcomes = await asyncio.gather(*(text(stream) for stream in streams), return_exceptions=True)
+        with pytest.raises(EngineError):
+            engine.submit("abc", PARAMS)
+        return outcomes, engine.is_alive(), engine.is_ready()
+
+    outcomes, alive, ready = with_engine(scenario)
+    assert all(isinstance(outcome, EngineError) for outcome in outcomes)
+    assert not alive and not ready
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones():
+    async def scenario(engine):
+        old = engine.submit("abc", PARAMS)
+        engine.drain()
+        with pytest.raises(RequestError) as refusal:
+            engine.submit("abc", PARAMS)
+        return refusal.value.code, await text(old), engine.is_ready(), engine.is_alive()
+
+    assert with_engine(scenario) == ("draining", "defgh", False, True)
+
+
+def test_stop_ends_what_still_runs_with_an_error():
+    async def main():
+        inner = make_engine()
+        engine = AsyncEngine(inner.config, lambda config, progress: inner)
+        await engine.start()
+        stream = engine.submit("abc", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        await engine.stop()
+        with pytest.raises(EngineError):
+            await text(stream)
+
+    asyncio.run(main())
+
+
+def test_a_model_that_does_not_load_is_told_to_whoever_starts_it():
+    async def main():
+        def build(config, progress):
+            raise ConfigError("no such model")
+
+        engine = AsyncEngine(make_engine().config, build)
+        with pytest.raises(ConfigError):
+            await engine.start()
+        assert not engine.is_ready() and not engine.is_alive()
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_before_it_is_ready_requests_are_refused():
+    async def main():
+        engine = AsyncEngine(make_engine().config, lambda config, progress: make_engine())
+        with pytest.raises(RequestError) as refusal:
+            engine.submit("abc", PARAMS)
+        assert refusal.value.code == "not_ready" and engine.is_alive() and not engine.is_ready()
+
+    asyncio.run(main())
+
+
+def test_the_same_request_id_twice_is_refused():
+    async def scenario(engine):
+        first = engine.submit("abc", PARAMS, request_id="one")
+        with pytest.raises(RequestError):
+            engine.submit("abc", PARAMS, request_id="one")
+        return await text(first)
+
+    assert with_engine(scenario) == "defgh"
