@@ -17,6 +17,8 @@ from serving.metrics import HttpMetrics
 log = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
+# Asked several times a second by pages and probes: worth a log line only when they fail.
+_POLLED = ("/health", "/ready", "/metrics", "/debug/state")
 
 
 class Edge:
@@ -59,10 +61,12 @@ class Edge:
             self._finish(scope, status or CLIENT_GONE_STATUS, time.perf_counter() - began)
 
     def _finish(self, scope: Scope, status: int, duration_s: float) -> None:
-        state, route = scope["state"], self._route_of.get(scope.get("endpoint"), "unmatched")
-        self._metrics.end(route, scope["method"], status, state["notes"].get("error"), duration_s)
-        fields = {"id": state["request_id"], "route": route, "status": status, "duration_s": f"{duration_s:.4f}"}
-        log.info("event=request %s", " ".join(f"{name}={value}" for name, value in (fields | state["notes"]).items()))
+        request_id, notes = scope["state"]["request_id"], scope["state"]["notes"]
+        route = self._route_of.get(scope.get("endpoint"), "unmatched")
+        self._metrics.end(route, scope["method"], status, notes.get("error"), duration_s)
+        fields = {"id": request_id, "route": route, "status": status, "duration_s": f"{duration_s:.4f}"}
+        level = logging.DEBUG if route in _POLLED and status < 400 else logging.INFO
+        log.log(level, "event=request %s", " ".join(f"{name}={value}" for name, value in (fields | notes).items()))
 
 
 def limited(receive: Receive, headers: Headers, max_bytes: int) -> Receive:
