@@ -83,6 +83,14 @@ class TokenTable:
         except KeyError:
             raise SchedulerError(f"sequence {sequence_id} is not in the token table") from None
 
+    def entries(self, sequence_ids: tuple[int, ...]) -> list[SequenceTokens]:
+        """The live entries of several sequences."""
+        sequences = self._sequences
+        try:
+            return [sequences[sequence_id] for sequence_id in sequence_ids]
+        except KeyError as error:
+            raise SchedulerError(f"sequence {error} is not in the token table") from None
+
     def tokens(self, sequence_id: int) -> np.ndarray:
         """A copy of the sequence's known ids, prompt first (int32)."""
         entry = self.get(sequence_id)

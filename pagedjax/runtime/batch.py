@@ -1,0 +1,204 @@
+"""From a plan to what the device takes: one packed int32 array for the step and one for its sampler.
+
+Each input of a program costs dispatch time, so everything travels in one array that the program slices. The arrays
+are fresh each step, since the CPU's device may read them in place while the next step is built.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from pagedjax.core.errors import SchedulerError
+from pagedjax.core.plan import StepPlan
+from pagedjax.runtime.config import Shapes, size_for
+from pagedjax.runtime.slots import SlotTable
+from pagedjax.runtime.tokens import SequenceTokens, TokenTable
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+
+
+class StepInputs(NamedTuple):
+    """The parts of a step's packed array, int32, for T tokens, R rows, P picked rows and tables W wide.
+
+    A negative token id -1 - s stands for the last id sampled in slot s. `slots` are the cache's token slots
+    (block_id * block_size + offset, -1 for padding), `picked` the packed tokens whose hidden states go to the head.
+    """
+
+    token_ids: np.ndarray | jax.Array  # [T]
+    positions: np.ndarray | jax.Array  # [T]
+    slots: np.ndarray | jax.Array  # [T]
+    q_starts: np.ndarray | jax.Array  # [R + 1]
+    kv_lens: np.ndarray | jax.Array  # [R]
+    num_decode_rows: np.ndarray | jax.Array  # [1]
+    picked: np.ndarray | jax.Array  # [P]
+    block_tables: np.ndarray | jax.Array  # [R, W]
+
+
+class PromptScoring(NamedTuple):
+    """Prompt tokens to score: `targets` are the ids at positions `start` and on of the plan's row `row`, `sources`
+    the packed tokens before them."""
+
+    row: int
+    start: int
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+class DeviceBatch(NamedTuple):
+    """A padded step. Sampler rows are the plan's sampling rows, in order: `sampling_rows` [n] are their indices,
+    `sampling_slots` [n] their slots, `fields` [P, NUM_FIELDS] their packed fields, padded; the first `row_size` rows
+    go to the sampler."""
+
+    num_tokens: int
+    packed: np.ndarray
+    row_size: int
+    fields: np.ndarray
+    sampling_rows: np.ndarray
+    sampling_slots: np.ndarray
+    next_positions: np.ndarray
+    prompt_scoring: tuple[PromptScoring, ...]
+
+
+def packed_size(shapes: Shapes, num_tokens: int) -> int:
+    return sum(int(np.prod(shape)) for shape in _part_shapes(shapes, num_tokens))
+
+
+def split(packed: Array, shapes: Shapes, num_tokens: int) -> StepInputs:
+    """The parts of a packed array for `num_tokens` (one of the sizes): views in numpy, slices in a program."""
+    parts, offset = [], 0
+    for shape in _part_shapes(shapes, num_tokens):
+        size = int(np.prod(shape))
+        parts.append(packed[offset : offset + size].reshape(shape))
+        offset += size
+    return StepInputs(*parts)
+
+
+def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, block_size: int) -> DeviceBatch:
+    """The padded batch of a plan. Reads only: every sequence has its slot, and the slots' tables are up to date.
+
+    Raises SchedulerError for a plan that cannot be right: over the limits, a table that does not cover a row, a token
+    that is neither known nor the one just sampled.
+    """
+    rows = _columns(plan, tokens, slots)
+    _check(rows, slots, shapes, block_size)
+    num_rows, total = len(rows.starts), int(rows.q_starts[-1])
+    num_tokens = size_for(total, shapes.token_sizes)
+    packed = np.zeros(packed_size(shapes, num_tokens), np.int32)
+    parts = split(packed, shapes, num_tokens)
+    row_of_token = np.repeat(np.arange(num_rows), rows.lengths)
+    positions = np.arange(total) + (rows.starts - rows.q_starts[:-1])[row_of_token]
+    parts.block_tables[:num_rows] = slots.tables[rows.slots]
+    parts.positions[:total] = positions
+    blocks = parts.block_tables[row_of_token, positions // block_size]
+    parts.slots[:total] = blocks * block_size + positions % block_size
+    parts.slots[total:] = -1
+    parts.q_starts[: num_rows + 1] = rows.q_starts
+    parts.q_starts[num_rows + 1 :] = total
+    parts.kv_lens[:num_rows] = rows.starts + rows.lengths
+    parts.num_decode_rows[0] = num_rows if (rows.lengths == 1).all() else np.argmax(rows.lengths != 1)
+    _fill_token_ids(parts.token_ids, rows, slots)
+    sampling = np.flatnonzero(rows.samples)
+    parts.picked[: len(sampling)] = rows.q_starts[sampling + 1] - 1
+    return DeviceBatch(num_tokens, packed, *_sampler_rows(rows, sampling, slots, shapes), _prompt_scoring(rows))
+
+
+class _Rows(NamedTuple):
+    """The plan's rows as columns."""
+
+    entries: list[SequenceTokens]
+    starts: np.ndarray
+    lengths: np.ndarray
+    samples: np.ndarray
+    slots: np.ndarray
+    num_blocks: np.ndarray
+    q_starts: np.ndarray
+
+
+def _columns(plan: StepPlan, tokens: TokenTable, slots: SlotTable) -> _Rows:
+    if not plan.rows:
+        raise SchedulerError(f"plan {plan.plan_id} has no rows")
+    sequence_ids, starts, lengths, blocks, samples = zip(*plan.rows)
+    if len(set(sequence_ids)) != len(sequence_ids):
+        raise SchedulerError(f"plan {plan.plan_id} has two rows of one sequence")
+    lengths = np.array(lengths)
+    q_starts = np.concatenate([[0], np.cumsum(lengths)])
+    return _Rows(
+        tokens.entries(sequence_ids),
+        np.array(starts),
+        lengths,
+        np.array(samples),
+        np.array(slots.slots(sequence_ids)),
+        np.array([len(row_blocks) for row_blocks in blocks]),
+        q_starts,
+    )
+
+
+def _check(rows: _Rows, slots: SlotTable, shapes: Shapes, block_size: int) -> None:
+    _require(rows.lengths.min() > 0 and rows.starts.min() >= 0, lambda: "a row is empty or starts below 0")
+    most = shapes.token_sizes[-1]
+    _require(rows.q_starts[-1] <= most, lambda: f"a plan has {rows.q_starts[-1]} tokens, at most {most} are warmed up")
+    num_rows = len(rows.starts)
+    most_rows = shapes.max_rows
+    _require(num_rows <= most_rows, lambda: f"a plan has {num_rows} rows, at most {most_rows} are warmed up")
+    ends = rows.starts + rows.lengths
+    _require(
+        (rows.num_blocks * block_size >= ends).all(),
+        lambda: f"block tables of {rows.num_blocks} blocks of {block_size} do not cover rows that end at {ends}",
+    )
+
+
+def _require(holds: bool, complaint: Callable[[], str]) -> None:
+    if not holds:
+        raise SchedulerError(complaint())
+
+
+def _fill_token_ids(token_ids: np.ndarray, rows: _Rows, slots: SlotTable) -> None:
+    num_known = np.array([entry.length for entry in rows.entries])
+    ends = rows.starts + rows.lengths
+    unknown = np.flatnonzero(ends > num_known)
+    is_sampled = (rows.lengths[unknown] == 1) & (slots.sampled_position[rows.slots[unknown]] == rows.starts[unknown])
+    _require(is_sampled.all(), lambda: f"tokens before {ends[unknown]} are neither known nor just sampled")
+    token_ids[rows.q_starts[unknown]] = -1 - rows.slots[unknown]
+    q_starts, starts = rows.q_starts.tolist(), rows.starts.tolist()
+    for row in np.flatnonzero(ends <= num_known).tolist():
+        first, past = q_starts[row], q_starts[row + 1]
+        token_ids[first:past] = rows.entries[row].ids[starts[row] : starts[row] + past - first]
+
+
+def _sampler_rows(
+    rows: _Rows, sampling: np.ndarray, slots: SlotTable, shapes: Shapes
+) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    num_sampling = len(sampling)
+    sampling_slots = rows.slots[sampling]
+    next_positions = rows.starts[sampling] + rows.lengths[sampling]
+    fields = np.zeros((shapes.num_picked, slots.fields.shape[1]), np.int32)
+    fields[:num_sampling] = slots.fields[sampling_slots]
+    fields[num_sampling:] = slots.fields[slots.num_slots]
+    fields[:num_sampling, 1] = next_positions
+    fields[:num_sampling, 2] = next_positions < slots.free_from[sampling_slots]
+    return size_for(num_sampling, shapes.row_sizes), fields, sampling, sampling_slots, next_positions
+
+
+def _prompt_scoring(rows: _Rows) -> tuple[PromptScoring, ...]:
+    found = []
+    for row, entry in enumerate(rows.entries):
+        if entry.params.prompt_logprobs is None or entry.num_scored >= entry.prompt_len:
+            continue
+        start, first = int(rows.starts[row]), entry.num_scored
+        past = min(start + int(rows.lengths[row]) + 1, entry.prompt_len)
+        _require(start < first, lambda: "a prompt that wants log-probabilities skipped tokens by a prefix hit")
+        if first < past:
+            sources = np.arange(first - 1, past - 1) - start + rows.q_starts[row]
+            found.append(PromptScoring(row, first, sources.astype(np.int32), entry.ids[first:past].copy()))
+    return tuple(found)
+
+
+def _part_shapes(shapes: Shapes, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+    tokens, num_rows = (num_tokens,), shapes.num_rows(num_tokens)
+    return (
+        *(tokens, tokens, tokens),
+        *((num_rows + 1,), (num_rows,), (1,), (shapes.num_picked,)),
+        (num_rows, shapes.table_width),
+    )

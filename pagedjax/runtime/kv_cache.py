@@ -1,0 +1,92 @@
+"""How many blocks the KV cache has, and the cache itself: one value a layer, whose layout is the backend's own."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.errors import ConfigError
+from pagedjax.models.config import ModelConfig
+from pagedjax.runtime.config import RuntimeConfig
+from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks
+
+GIB = 2**30
+# What an automatic size takes of the memory that is free, and at most on a host.
+_HOST_SHARE, _HOST_LIMIT_BYTES = 0.4, 4 * GIB
+_DEVICE_SHARE = 0.85
+
+
+def block_bytes(model: ModelConfig, backend: AttentionBackend, block_size: int, dtype: Any) -> int:
+    """Bytes of one block over all layers."""
+    return model.num_layers * backend.block_bytes(block_size, model.num_kv_heads, model.head_dim, dtype)
+
+
+def num_blocks_for_memory(num_bytes: float, bytes_per_block: int) -> int:
+    return int(num_bytes // bytes_per_block)
+
+
+def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_per_block: int) -> int:
+    """The number of blocks to allocate. `scheduler.num_blocks` plays no part.
+
+    --num-gpu-blocks-override is taken as it is; --kv-cache-memory, or by default a share of the memory that is free
+    now, must hold one sequence of max_model_len. An automatic size never exceeds what max_num_seqs sequences of
+    max_model_len can use. Raises ConfigError with the bytes needed and there, and the flags to change.
+    """
+    if runtime.num_gpu_blocks_override is not None:
+        return runtime.num_gpu_blocks_override
+    sequence_blocks = num_blocks_for(scheduler.max_model_len, scheduler.block_size)
+    if runtime.kv_cache_memory is not None:
+        num_bytes = runtime.kv_cache_memory * GIB
+        num_blocks = num_blocks_for_memory(num_bytes, bytes_per_block)
+    else:
+        num_bytes = automatic_bytes()
+        num_blocks = min(num_blocks_for_memory(num_bytes, bytes_per_block), scheduler.max_num_seqs * sequence_blocks)
+    if num_blocks < sequence_blocks:
+        raise ConfigError(
+            f"the KV cache must hold one sequence of max_model_len {scheduler.max_model_len}: "
+            f"{_gib(sequence_blocks * bytes_per_block)} are needed, {_gib(num_bytes)} are available "
+            f"({num_blocks * scheduler.block_size} tokens); raise --kv-cache-memory or lower --max-model-len"
+        )
+    return num_blocks
+
+
+def automatic_bytes() -> int:
+    """A share of the memory that is free: the accelerator's, or the host's up to 4 GiB."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * _DEVICE_SHARE)
+    return int(min(free_host_bytes() * _HOST_SHARE, _HOST_LIMIT_BYTES))
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may still take, within the limit of its container. Raises ConfigError if unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        raise ConfigError("the free memory of this machine cannot be read; set --kv-cache-memory") from None
+    try:
+        limit = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit, or another version of cgroups
+        return free
+    return max(min(free, limit), 0)
+
+
+def allocate(
+    model: ModelConfig, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: Any
+) -> tuple[KVBlocks, ...]:
+    """A zeroed cache, one value a layer."""
+    return tuple(
+        backend.init_cache(num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
+        for _ in range(model.num_layers)
+    )
+
+
+def pointers(caches: tuple[KVBlocks, ...]) -> tuple[int, ...]:
+    """The addresses of the cache's buffers: equal from step to step as long as it is updated in place."""
+    return tuple(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"

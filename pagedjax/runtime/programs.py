@@ -1,0 +1,221 @@
+"""Every device program, compiled ahead of time from shapes alone; a shape that is not here cannot run."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagedjax.core.errors import SchedulerError
+from pagedjax.core.request import MAX_LOGIT_BIAS
+from pagedjax.models.config import ModelConfig
+from pagedjax.runtime import sampler
+from pagedjax.runtime.batch import packed_size, split
+from pagedjax.runtime.config import Shapes
+from pallas_kernels.ragged_attention import Ragged
+
+Progress = Callable[[int, int, str], None]
+Leaves = tuple[jax.Array, ...]
+
+
+class ModelParts(NamedTuple):
+    """A model split once: functions of flat leaves, and the leaves that each of them uses.
+
+    `forward(leaves, token_ids, positions, caches, ragged)` gives (hidden [T, H], caches), `head(leaves, hidden [n, H])`
+    gives logits [n, V] in float32.
+    """
+
+    forward: Callable[..., Any]
+    head: Callable[..., Any]
+    forward_leaves: Leaves
+    head_leaves: Leaves
+
+
+def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
+    """Flatten the model. The head gets its own leaves alone: a leaf costs 0.3 us a call. `hidden` is [n, H]."""
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+
+    def merged(values: Leaves) -> Any:
+        return nnx.merge(graph, jax.tree.unflatten(tree, values))
+
+    def head(values: Leaves, hidden: jax.Array) -> jax.Array:
+        return merged(values).logits(hidden)
+
+    def forward(values: Leaves, *inputs: Any) -> Any:
+        return merged(values)(*inputs)
+
+    used = _used_leaves(head, leaves, hidden)
+
+    def head_of_used(values: Leaves, hidden: jax.Array) -> jax.Array:
+        # Leaves that the head does not read stay what they are: their values never enter the program.
+        everything = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        for index, value in zip(used, values):
+            everything[index] = value
+        return head(tuple(everything), hidden)
+
+    return ModelParts(forward, head_of_used, tuple(leaves), tuple(leaves[index] for index in used))
+
+
+def _used_leaves(head: Callable[..., Any], leaves: list[jax.Array], hidden: jax.ShapeDtypeStruct) -> list[int]:
+    jaxpr = jax.make_jaxpr(head)(tuple(leaves), hidden).jaxpr
+    read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
+    return [index for index in range(len(leaves)) if id(jaxpr.invars[index]) in read]
+
+
+class Job(NamedTuple):
+    """A program to compile: what it is, its size, the jitted function, the shapes of its inputs."""
+
+    name: str
+    size: int
+    jitted: Any
+    inputs: tuple[Any, ...]
+
+
+class Programs:
+    """Compiled programs by (name, size). `seconds` says how long each took, lowering included."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        self.seconds: dict[tuple[str, int], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def __getitem__(self, key: tuple[str, int]) -> Callable[..., Any]:
+        try:
+            return self._compiled[key]
+        except KeyError:
+            raise SchedulerError(f"program {key[0]} of size {key[1]} is not warmed up; call warm_up first") from None
+
+    def sizes(self, name: str) -> list[int]:
+        return sorted(size for kind, size in self._compiled if kind == name)
+
+    def compile(self, jobs: list[Job], num_threads: int, progress: Progress | None = None) -> None:
+        """Compile what is not yet compiled. `progress(done, total, label)` is called in this thread."""
+        jobs = [job for job in jobs if (job.name, job.size) not in self._compiled]
+        with ThreadPoolExecutor(num_threads) as pool:
+            waiting = {pool.submit(_compile, job): job for job in jobs}
+            try:
+                for done, future in enumerate(as_completed(waiting), 1):
+                    job = waiting[future]
+                    key = job.name, job.size
+                    self._compiled[key], self.seconds[key] = future.result()
+                    if progress is not None:
+                        progress(done, len(jobs), f"{job.name} {job.size}")
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _compile(job: Job) -> tuple[Callable[..., Any], float]:
+    began = time.perf_counter()
+    compiled = job.jitted.lower(*job.inputs).compile()
+    return compiled, time.perf_counter() - began
+
+
+def jobs(parts: ModelParts, shapes: Shapes, caches: Any, num_slots: int, config: ModelConfig, dtype: Any) -> list[Job]:
+    """Everything that can be hit at run time, the longest first. `dtype` is that of hidden states. `parts` and `caches`
+    may hold arrays or shapes."""
+    sizes = _Sizes(shapes, num_slots, config.vocab_size, config.hidden_size, dtype)
+    return [*_step_jobs(parts, caches, sizes), *_row_jobs(parts, sizes), *_small_jobs(sizes)]
+
+
+class _Sizes(NamedTuple):
+    """The shapes of what programs pass on."""
+
+    shapes: Shapes
+    num_slots: int
+    vocab: int
+    width: int
+    dtype: Any
+
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self.width), self.dtype)
+
+    @property
+    def last_ids(self) -> jax.ShapeDtypeStruct:
+        return _ints(self.num_slots + 1)
+
+    @property
+    def penalties(self) -> jax.ShapeDtypeStruct:
+        return _ints(self.num_slots + 1, self.vocab)
+
+
+def _step_jobs(parts: ModelParts, caches: Any, sizes: _Sizes) -> Iterator[Job]:
+    leaves, caches = jax.tree.map(_shape, (parts.forward_leaves, caches))
+    for size in reversed(sizes.shapes.token_sizes):
+        step = _jitted(f"step_{size}", partial(_step, parts, sizes.shapes, size), donate=1)
+        yield Job("step", size, step, (leaves, caches, sizes.last_ids, _ints(packed_size(sizes.shapes, size))))
+
+
+def _row_jobs(parts: ModelParts, sizes: _Sizes) -> Iterator[Job]:
+    num_picked, last_ids = sizes.shapes.num_picked, sizes.last_ids
+    leaves, uniform = jax.tree.map(_shape, parts.head_leaves), _floats(num_picked)
+    for size in reversed(sizes.shapes.row_sizes):
+        logits, fields = _floats(size, sizes.vocab), _ints(size, sampler.NUM_FIELDS)
+        bias = _ints(size, MAX_LOGIT_BIAS), _floats(size, MAX_LOGIT_BIAS)
+        head = _jitted(f"head_{size}", partial(_head, parts, size))
+        yield Job("sample", size, jax.jit(sampler.sample), (logits, last_ids, fields, uniform))
+        yield Job("greedy", size, jax.jit(sampler.greedy), (logits, last_ids, fields))
+        yield Job("score", size, jax.jit(sampler.score), (logits, _ints(size)))
+        yield Job("adjust", size, jax.jit(sampler.adjust), (logits, sizes.penalties, fields, *bias))
+        yield Job("head", size, head, (leaves, sizes.hidden(num_picked)))
+
+
+def _small_jobs(sizes: _Sizes) -> Iterator[Job]:
+    num_picked, state = sizes.shapes.num_picked, sizes.penalties
+    for size in sizes.shapes.token_sizes:
+        yield Job("pick", size, jax.jit(_pick), (sizes.hidden(size), _ints(num_picked)))
+    count = jax.jit(sampler.count_sampled, donate_argnums=0)
+    yield Job("uniforms", num_picked, jax.jit(sampler.uniforms), (_ints(num_picked, sampler.NUM_FIELDS),))
+    yield Job("count", num_picked, count, (state, sizes.last_ids, _ints(num_picked)))
+    yield Job("write", 1, jax.jit(sampler.write_state, donate_argnums=0), (state, _ints(), _ints(sizes.vocab)))
+
+
+def _step(
+    parts: ModelParts,
+    shapes: Shapes,
+    num_tokens: int,
+    leaves: Leaves,
+    caches: Any,
+    last_ids: jax.Array,
+    packed: jax.Array,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """(hidden [T, H], hidden of the picked tokens [P, H], caches) of a packed batch."""
+    inputs = split(packed, shapes, num_tokens)
+    sampled = last_ids[jnp.maximum(-1 - inputs.token_ids, 0)]
+    token_ids = jnp.where(inputs.token_ids < 0, sampled, inputs.token_ids)
+    ragged = Ragged(inputs.block_tables, inputs.q_starts, inputs.kv_lens, inputs.slots, inputs.num_decode_rows[0])
+    hidden, caches = parts.forward(leaves, token_ids, inputs.positions, caches, ragged)
+    return hidden, hidden[inputs.picked], caches
+
+
+def _head(parts: ModelParts, size: int, leaves: Leaves, picked: jax.Array) -> jax.Array:
+    return parts.head(leaves, picked[:size])
+
+
+def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    return hidden[index]
+
+
+def _jitted(name: str, function: Any, donate: int | None = None) -> Any:
+    # Profiles and compile logs show the name.
+    function.__name__ = name
+    return jax.jit(function, donate_argnums=donate)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,0 +1,274 @@
+"""Run plans on the device: dispatch a step without waiting for the one before, collect its tokens later.
+
+A step is a few programs in the device's order: the forward over the packed batch (the cache is donated and updated in
+place), the head on the rows that sample, the sampler, and, only when a row asks, penalties and log-probabilities.
+Sampled ids stay on the device in `last_ids`, one a slot, where the next step reads them; the host sees them in
+`collect`. Nothing here ever reads the cache: a live view of it would make the next donated step copy it whole.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.plan import StepPlan
+from pagedjax.models.config import ModelConfig
+from pagedjax.runtime import batch as batches
+from pagedjax.runtime import compiles, kv_cache, programs, sampler
+from pagedjax.runtime.batch import DeviceBatch
+from pagedjax.runtime.config import RuntimeConfig, shapes_for
+from pagedjax.runtime.programs import Programs, Progress
+from pagedjax.runtime.sampler import FAULTY, Scores
+from pagedjax.runtime.slots import SlotTable
+from pagedjax.runtime.tokens import TokenTable
+from pallas_kernels.ragged_attention import AttentionBackend
+
+# A finished sequence keeps its slot until the last step that contains it is done, while its successor already runs.
+_SLOTS_PER_SEQUENCE = 2
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of the prompt tokens at positions `start` and on."""
+
+    start: int
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, by the plan's rows. `ids` [rows] int32 are -1 where a row does not sample, and where it is
+    `faulty` [rows]: its logits were not finite, and only that sequence is lost.
+
+    `logprobs` is there when a sampling row asks (rows that do not sample hold -1 and 0), under the model's raw
+    distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts.
+    """
+
+    plan_id: int
+    ids: np.ndarray
+    faulty: np.ndarray
+    logprobs: Scores | None
+    prompt_logprobs: Mapping[int, PromptScores]
+    dispatch_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A step that was dispatched: device values that nobody has waited for yet."""
+
+    plan_id: int
+    num_rows: int
+    batch: DeviceBatch
+    picked: jax.Array
+    ids: jax.Array | None
+    scores: jax.Array | None
+    prompt_scores: tuple[jax.Array, ...]
+    dispatch_s: float
+
+
+class Runner:
+    """Owns the device's state: the cache, the last ids and the penalty state. One thread uses it.
+
+    `scheduler.num_blocks` blocks are allocated. `tokens` is the table to which the engine adds sequences before their
+    first plan and accepted tokens after each collected step. Nothing compiles after `warm_up`: what it did not prepare
+    is refused with SchedulerError.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: ModelConfig,
+        scheduler: SchedulerConfig,
+        runtime: RuntimeConfig,
+        *,
+        backend: AttentionBackend,
+        dtype: Any,
+    ) -> None:
+        if runtime.compilation_cache_dir is not None:
+            compiles.use_persistent_cache(runtime.compilation_cache_dir)
+        compiles.num_compiles()
+        self.tokens = TokenTable(config.vocab_size)
+        self.shapes = shapes_for(scheduler)
+        self.programs = Programs()
+        self._config, self._scheduler, self._runtime = config, scheduler, runtime
+        self._backend, self._dtype = backend, dtype
+        self._parts = programs.split_model(model, jax.ShapeDtypeStruct((2, config.hidden_size), dtype))
+        self._num_slots = scheduler.max_num_seqs * _SLOTS_PER_SEQUENCE
+        self._warm_compiles: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with an empty cache and free slots, as after a step that failed and took the donated cache with it.
+        The token table stays."""
+        scheduler = self._scheduler
+        self._caches: Any = None  # freed before the next is allocated
+        self._caches = kv_cache.allocate(
+            self._config, self._backend, scheduler.num_blocks, scheduler.block_size, self._dtype
+        )
+        self._last_ids = jax.device_put(np.zeros(self._num_slots + 1, np.int32))
+        self._penalties: jax.Array | None = None
+        self._slots = SlotTable(self._num_slots, self.shapes.table_width, scheduler.num_blocks)
+        self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program. `progress(done, total, label)` is called after each, in this thread."""
+        todo = programs.jobs(self._parts, self.shapes, self._caches, self._num_slots, self._config, self._dtype)
+        self.programs.compile(todo, self._runtime.num_compile_threads, progress)
+        self._warm_compiles = compiles.num_compiles()
+
+    @property
+    def recompiles(self) -> int:
+        """Programs that the process compiled since warm-up; anything but 0 is a bug that costs a request seconds."""
+        return 0 if self._warm_compiles is None else compiles.num_compiles() - self._warm_compiles
+
+    @property
+    def num_step_programs(self) -> int:
+        return len(self.programs.sizes("step"))
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches))
+
+    def cache_pointers(self) -> tuple[int, ...]:
+        """Addresses of the cache's buffers. Waits for the steps in flight; for tests and notebooks."""
+        return kv_cache.pointers(self._caches)
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Enqueue a step and return at once. Plans must come in order.
+
+        Raises SchedulerError, before anything reaches the device, for a plan that cannot be right.
+        """
+        began = time.perf_counter()
+        self._take_slots(plan)
+        scheduler = self._scheduler
+        batch = batches.build(plan, self.tokens, self._slots, self.shapes, scheduler.block_size)
+        forward = self.programs["step", batch.num_tokens]
+        hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
+        ids, scores = self._sample(batch, picked) if len(batch.sampling_rows) else (None, None)
+        prompt_scores = self._score_prompts(plan, batch, hidden)
+        dispatch_s = time.perf_counter() - began
+        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores, dispatch_s)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a step and bring its ids to the host. Raises what the device raised."""
+        began = time.perf_counter()
+        rows = handle.batch.sampling_rows
+        ids, faulty = np.full(handle.num_rows, FAULTY, np.int32), np.zeros(handle.num_rows, bool)
+        if handle.ids is None:
+            handle.picked.block_until_ready()
+        else:
+            ids[rows] = np.asarray(handle.ids)[: len(rows)]
+            faulty[rows] = ids[rows] == FAULTY
+        logprobs = _row_scores(handle, ids)
+        prompt_logprobs = _prompt_scores(handle)
+        wait_s = time.perf_counter() - began
+        return StepResult(handle.plan_id, ids, faulty, logprobs, prompt_logprobs, handle.dispatch_s, wait_s)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Dispatch and collect at once, to look at single steps."""
+        return self.collect(self.dispatch(plan))
+
+    def release(self, sequence_id: int) -> None:
+        """Give up a sequence's slot, once it is preempted or done and no step in flight contains it."""
+        slot = self._slots.release(sequence_id)
+        if slot is not None:
+            self._biases.pop(slot, None)
+
+    def _take_slots(self, plan: StepPlan) -> None:
+        sequence_ids = tuple(row.sequence_id for row in plan.rows)
+        for sequence_id in self._slots.without_slot(sequence_ids):
+            entry = self.tokens.get(sequence_id)
+            slot = self._slots.assign(sequence_id, entry)
+            if self._slots.is_adjusted[slot]:
+                self._write_penalties(sequence_id, slot)
+        self._slots.patch_tables(self._slots.slots(sequence_ids), tuple(row.blocks for row in plan.rows))
+
+    def _write_penalties(self, sequence_id: int, slot: int) -> None:
+        entry, vocab_size = self.tokens.get(sequence_id), self._config.vocab_size
+        if self._penalties is None:
+            self._penalties = jax.device_put(np.zeros((self._num_slots + 1, vocab_size), np.int32))
+        prompt, output = entry.ids[: entry.prompt_len], entry.ids[entry.prompt_len : entry.length]
+        row = sampler.penalty_state(prompt, output, entry.stop_token_ids, vocab_size)
+        self._penalties = self.programs["write", 1](self._penalties, np.int32(slot), row)
+        if entry.params.logit_bias:
+            self._biases[slot] = sampler.bias_entries(entry.params, vocab_size)
+
+    def _sample(self, batch: DeviceBatch, picked: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        size, slots = batch.row_size, batch.sampling_slots
+        logits = self.programs["head", size](self._parts.head_leaves, picked)
+        is_adjusted = self._slots.is_adjusted[slots]
+        adjusted = self._adjust(logits, batch) if is_adjusted.any() else logits
+        fields = batch.fields[:size]
+        if self._slots.is_random[slots].any():
+            uniform = self.programs["uniforms", len(batch.fields)](batch.fields)
+            ids, self._last_ids = self.programs["sample", size](adjusted, self._last_ids, fields, uniform)
+        else:
+            ids, self._last_ids = self.programs["greedy", size](adjusted, self._last_ids, fields)
+        self._slots.sampled_position[slots] = batch.next_positions
+        if is_adjusted.any():
+            self._count(slots[is_adjusted], len(batch.fields))
+        scores = self.programs["score", size](logits, ids) if self._slots.wants_logprobs[slots].any() else None
+        return ids, scores
+
+    def _adjust(self, logits: jax.Array, batch: DeviceBatch) -> jax.Array:
+        ids = np.full((batch.row_size, sampler.MAX_LOGIT_BIAS), self._config.vocab_size, np.int32)
+        values = np.zeros(ids.shape, np.float32)
+        for row, slot in enumerate(batch.sampling_slots.tolist()):
+            if slot in self._biases:
+                ids[row], values[row] = self._biases[slot]
+        return self.programs["adjust", batch.row_size](
+            logits, self._penalties, batch.fields[: batch.row_size], ids, values
+        )
+
+    def _count(self, slots: np.ndarray, size: int) -> None:
+        padded = np.full(size, self._num_slots, np.int32)
+        padded[: len(slots)] = slots
+        self._penalties = self.programs["count", size](self._penalties, self._last_ids, padded)
+
+    def _score_prompts(self, plan: StepPlan, batch: DeviceBatch, hidden: jax.Array) -> tuple[jax.Array, ...]:
+        if not batch.prompt_scoring:
+            return ()
+        sources = np.concatenate([part.sources for part in batch.prompt_scoring])
+        targets = np.concatenate([part.targets for part in batch.prompt_scoring])
+        for part in batch.prompt_scoring:
+            entry = self.tokens.get(plan.rows[part.row].sequence_id)
+            entry.num_scored = part.start + len(part.targets)
+        size = self.shapes.score_size
+        pick, head = self.programs["pick", batch.num_tokens], self.programs["head", size]
+        found = []
+        for first in range(0, len(sources), size):
+            index, ids = np.zeros(self.shapes.num_picked, np.int32), np.zeros(size, np.int32)
+            chunk = slice(first, min(first + size, len(sources)))
+            index[: chunk.stop - first], ids[: chunk.stop - first] = sources[chunk], targets[chunk]
+            logits = head(self._parts.head_leaves, pick(hidden, index))
+            found.append(self.programs["score", size](logits, ids))
+        return tuple(found)
+
+
+def _row_scores(handle: StepHandle, ids: np.ndarray) -> Scores | None:
+    if handle.scores is None:
+        return None
+    rows = handle.batch.sampling_rows
+    sampled = sampler.unpack_scores(np.asarray(handle.scores)[: len(rows)], ids[rows])
+    scores = Scores(*(np.zeros((handle.num_rows, *part.shape[1:]), part.dtype) for part in sampled))
+    scores.ids[:] = FAULTY
+    for whole, part in zip(scores, sampled):
+        whole[rows] = part
+    return scores
+
+
+def _prompt_scores(handle: StepHandle) -> dict[int, PromptScores]:
+    if not handle.prompt_scores:
+        return {}
+    packed = np.concatenate([np.asarray(part) for part in handle.prompt_scores])
+    found, first = {}, 0
+    for part in handle.batch.prompt_scoring:
+        past = first + len(part.targets)
+        found[part.row] = PromptScores(part.start, sampler.unpack_scores(packed[first:past], part.targets))
+        first = past
+    return found
