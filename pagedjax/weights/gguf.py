@@ -200,7 +200,9 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.scalar("<I"), cursor.scalar("<Q")
 
 
-def _place(path: Path, found: list, header_end: int, alignment: Any, file_bytes: int) -> dict[str, TensorInfo]:
+def _place(
+    path: Path, found: list[tuple[str, tuple[int, ...], int, int]], header_end: int, alignment: Any, file_bytes: int
+) -> dict[str, TensorInfo]:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ConfigError(f"{path}: general.alignment is {alignment!r}, not a power of two; the file is corrupt")
     first = -(-header_end // alignment) * alignment

@@ -36,7 +36,7 @@ _INNER: Mapping[str, str] = MappingProxyType(
 )
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # The converter leaves out how far Llama 3.1 to 3.3 blend; these are the values of every one of them.
-_LLAMA3_BLEND = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
 def hf_names(file: GgufFile) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _rope_scaling(file: GgufFile, head_dim: int, theta: float) -> RopeScaling | 
 def _llama3_scaling(file: GgufFile, head_dim: int, theta: float) -> Llama3Scaling:
     """The scaling behind the stored factors, each pair's plain frequency over its scaled one."""
     factors = file.read(ROPE_FACTORS).astype(np.float64)
-    scaling = Llama3Scaling(factor=round(float(factors.max(initial=1.0)), 4), **_LLAMA3_BLEND)
+    scaling = _LLAMA3._replace(factor=round(max(factors.tolist(), default=1.0), 4))
     plain = inverse_frequencies(head_dim, theta, None).astype(np.float64)
     expected = plain / inverse_frequencies(head_dim, theta, scaling).astype(np.float64)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):

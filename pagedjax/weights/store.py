@@ -9,8 +9,10 @@ from pagedjax.weights.bundled import BUNDLED, Progress, ProgressBar, cached_path
 
 __all__ = ["BUNDLED", "Progress", "ProgressBar", "cached_path", "pull", "resolve", "served_model_name"]
 
-HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json")
-HUB_FILES += ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+HUB_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
