@@ -58,9 +58,26 @@ class Service:
         self.active = ActiveRequests()
         self.http_metrics = HttpMetrics()
         self.snapshots = dashboard.Snapshots(engine)
-        self.start_error: Exception | None = None
+        # None: nobody asked for a start here, so the engine runs already.
+        self.starting: asyncio.Task[None] | None = None
         self._draining = False
         self._texts = ThreadPoolExecutor(2, "texts")
+
+    def start(self) -> None:
+        """Begin to start the engine; until it has, requests get 503 and /ready says no, but /health answers."""
+        self.starting = asyncio.create_task(self.engine.start())
+
+    async def stop(self) -> None:
+        """An engine that is still loading is left behind: it cannot be interrupted, and has nothing to give up."""
+        self.drain()
+        if self.starting is None or (self.starting.done() and self.starting.exception() is None):
+            await self.engine.stop()
+        elif not self.starting.done():
+            self.starting.cancel()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    def is_loading(self) -> bool:
+        return self.starting is not None and not self.starting.done()
 
     def drain(self) -> None:
         """Take no new requests; those that run go on."""
@@ -68,11 +85,16 @@ class Service:
         self.engine.drain()
 
     def is_ready(self) -> bool:
-        return self.engine.is_ready() and not self._draining
+        return self.engine.is_ready() and not self._draining and not self.is_loading()
 
     def check_open(self) -> None:
         if self._draining:
             raise RequestError("the server is shutting down and takes no new requests", code="draining")
+        self.check_loaded()
+
+    def check_loaded(self) -> None:
+        if self.is_loading():
+            raise RequestError("the model is still loading", code="not_ready")
 
     def model_facts(self) -> ModelFacts:
         engine = self.engine
@@ -98,9 +120,6 @@ class Service:
                 stream.abort()
             raise
         return streams
-
-    def close(self) -> None:
-        self._texts.shutdown(wait=False, cancel_futures=True)
 
 
 # ---- generating ------------------------------------------------------------------------------------------------------
@@ -168,14 +187,14 @@ async def _json(request: Request) -> Any:
 
 
 async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model_card(_service(request).engine)]})
+    return json_response({"object": "list", "data": [_model_card(_service(request))]})
 
 
 async def model(request: Request) -> Response:
-    engine, name = _service(request).engine, request.path_params["model"]
-    if name != engine.model_name:
+    service, name = _service(request), request.path_params["model"]
+    if name != service.engine.model_name:
         raise RequestError(f"the model {name[:100]!r} does not exist", param="model", code="model_not_found")
-    return json_response(_model_card(engine))
+    return json_response(_model_card(service))
 
 
 async def health(request: Request) -> Response:
@@ -186,18 +205,24 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Whether new requests are taken."""
-    is_ready = _service(request).is_ready()
-    return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+    service = _service(request)
+    is_ready = service.is_ready()
+    status = "ready" if is_ready else "loading" if service.is_loading() else "not ready"
+    return json_response({"status": status}, 200 if is_ready else 503)
 
 
 async def metrics(request: Request) -> Response:
     service = _service(request)
-    text = generate_latest(service.engine.metrics.registry) + generate_latest(service.http_metrics.registry)
+    text = generate_latest(service.http_metrics.registry)
+    if not service.is_loading():
+        text += generate_latest(service.engine.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def state(request: Request) -> Response:
-    return json_response(_service(request).snapshots.latest(), headers={"cache-control": "no-store"})
+    service = _service(request)
+    service.check_loaded()
+    return json_response(service.snapshots.latest(), headers={"cache-control": "no-store"})
 
 
 async def page(request: Request) -> Response:
@@ -222,7 +247,9 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _model_card(engine: Engine) -> dict[str, Any]:
+def _model_card(service: Service) -> dict[str, Any]:
+    service.check_loaded()
+    engine = service.engine
     return {
         "id": engine.model_name,
         "object": "model",
@@ -238,17 +265,11 @@ def _model_card(engine: Engine) -> dict[str, Any]:
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     service: Service = app.state.service
-    try:
-        await service.engine.start()
-    except Exception as error:
-        service.start_error = error
-        raise
+    service.start()
     try:
         yield
     finally:
-        service.drain()
-        await service.engine.stop()
-        service.close()
+        await service.stop()
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -42,10 +42,8 @@ class Snapshots:
         return self._latest
 
 
-def picture(state: State | None) -> dict[str, Any]:
+def picture(state: State) -> dict[str, Any]:
     """What the page draws of a scheduler state: counts, the first MAX_LISTED sequences of each kind, and cells."""
-    if state is None:
-        return {"running": [], "waiting": [], "num_running": 0, "num_waiting": 0, "num_blocks": 0, "cells": []}
     pool = state.pool
     return {
         "num_running": len(state.running),

@@ -2,6 +2,7 @@
 
 The first SIGTERM or SIGINT drains: /ready says no, new requests get 503, running ones have `drain_timeout_s` to
 finish and then end with an error. The second ends them at once; the third leaves without waiting for anything.
+While the model loads /health answers already, /ready and the API say 503, and a signal ends the process at once.
 """
 
 import logging
@@ -37,7 +38,7 @@ def serve(
     """Serves until a signal and returns the exit status: 0, or 1 if the engine died.
 
     The port is taken before the engine is made, so that a port in use is found before a model is loaded.
-    `on_ready` is called with the URL once requests are answered. Raises ConfigError, and what the engine raises.
+    `on_ready` is called with the URL once the model is loaded. Raises ConfigError, and what the engine raises.
     """
     listener = bind(host, port)
     try:
@@ -93,6 +94,8 @@ class DrainingServer(uvicorn.Server):
         self._num_dead_ticks = 0
         self._drain_deadline_s: float | None = None
         self._exit_status = 0
+        self._has_started = False
+        self._start_error: BaseException | None = None
 
     @property
     def url(self) -> str:
@@ -102,18 +105,15 @@ class DrainingServer(uvicorn.Server):
     def serve_until_signal(self) -> int:
         try:
             self.run(sockets=[self._listener])
-        except SystemExit:
-            # uvicorn's word for a lifespan that failed; its reason is with the service.
-            raise self._service.start_error or ConfigError("the server did not start") from None
         except OSError as error:
             raise ConfigError(f"can't listen on {self.url}: {error.strerror}; try another --port") from error
+        if self._start_error is not None:
+            raise self._start_error
         return self._exit_status
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         log.info("event=listening url=%s", self.url)
-        if self._on_ready is not None:
-            self._on_ready(self.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs inside whatever the signal interrupted: only counts."""
@@ -121,7 +121,10 @@ class DrainingServer(uvicorn.Server):
         self.force_exit = self.force_exit or self._num_signals > 2
 
     async def on_tick(self, counter: int) -> bool:
-        self._watch_engine()
+        if not self._has_started:
+            self._watch_start()
+        else:
+            self._watch_engine()
         if self._num_signals and self._drain_deadline_s is None:
             self._begin_drain()
         if self._drain_deadline_s is not None:
@@ -140,9 +143,22 @@ class DrainingServer(uvicorn.Server):
             active.interrupt_all()
         self.should_exit = self.should_exit or not len(active) or self._num_signals > 2
 
+    def _watch_start(self) -> None:
+        starting = self._service.starting
+        if starting is None or not starting.done():
+            return
+        self._has_started = True
+        self._start_error = starting.exception()
+        if self._start_error is not None:
+            self.should_exit = True
+            return
+        log.info("event=ready url=%s", self.url)
+        if self._on_ready is not None:
+            self._on_ready(self.url)
+
     def _watch_engine(self) -> None:
         self._num_dead_ticks = 0 if self._service.engine.is_alive() else self._num_dead_ticks + 1
-        if self._num_dead_ticks == DEAD_AFTER_S * TICKS_PER_S:
-            log.critical("event=engine_dead dead_s=%d", DEAD_AFTER_S)
+        if self._num_dead_ticks == int(DEAD_AFTER_S * TICKS_PER_S):
+            log.critical("event=engine_dead dead_s=%g", DEAD_AFTER_S)
             self._service.active.interrupt_all()
             self._exit_status, self.should_exit = 1, True

@@ -119,14 +119,16 @@ class FakeEngine:
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
         self.submitted, self.aborted = [], []
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
-        self.start_error = None
+        self.start_error, self.loading = None, False
 
     async def start(self):
         if self.start_error:
             raise self.start_error
+        if self.loading:
+            await asyncio.Event().wait()
         self.started = True
 
-    async def stop(self, drain_s=0.0):
+    async def stop(self):
         self.stopped = True
 
     def submit(self, prompt, params, *, request_id=None, priority=0):
@@ -224,7 +226,7 @@ def serving_of():
         server = DrainingServer(create_app(engine, **options), listener, drain_timeout_s)
         thread = threading.Thread(target=server.serve_until_signal)
         thread.start()
-        wait_for(lambda: server.started)
+        wait_for(lambda: server.started and (engine.started or engine.loading))
         try:
             yield server
         finally:

@@ -42,10 +42,6 @@ def test_a_large_pool_shows_every_kth_block():
     assert dashboard.cells(state) == [dashboard.FREE] * dashboard.MAX_CELLS
 
 
-def test_there_is_a_picture_before_the_engine_has_a_state():
-    assert dashboard.picture(None)["cells"] == []
-
-
 def test_many_watchers_cost_one_picture(engine):
     calls, state = [], engine.state()
     engine.state = lambda: calls.append(1) or state

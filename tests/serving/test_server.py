@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from pagedjax.core.errors import ConfigError
-from serving.server import bind, serve
+from serving.app import create_app
+from serving.server import DrainingServer, bind, serve
 
 
 @pytest.fixture
@@ -138,3 +139,28 @@ def test_what_goes_wrong_at_the_engine_s_start_is_raised_as_it_is(engine):
     engine.start_error = ConfigError("too little memory; lower --kv-cache-memory")
     with pytest.raises(ConfigError, match="kv-cache-memory"):
         serve(lambda: engine, port=0)
+
+
+def test_while_the_model_loads_the_server_is_alive_and_not_ready(serving_of, engine):
+    engine.loading = True
+    with serving_of(engine) as server:
+        statuses = [httpx.get(server.url + path).status_code for path in ("/health", "/", "/metrics", "/ready")]
+        refusal = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"})
+    assert statuses == [200, 200, 200, 503]
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "not_ready")
+    assert not engine.stopped
+
+
+def test_ready_is_told_once_the_engine_has_started(engine):
+    told = []
+    server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0, on_ready=told.append)
+    threading.Timer(0.5, server.handle_exit, (15, None)).start()
+    assert server.serve_until_signal() == 0
+    assert [url.startswith("http://127.0.0.1:") for url in told] == [True]
+
+
+def test_an_engine_that_stays_dead_ends_the_process_with_an_error(engine, monkeypatch):
+    monkeypatch.setattr("serving.server.DEAD_AFTER_S", 0.2)
+    engine.alive = False
+    server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0)
+    assert server.serve_until_signal() == 1
