@@ -160,12 +160,9 @@ def _engine_config(chosen: dict[str, Any]) -> Any:
 
 
 def _engine(config: Any) -> Any:
-    """An engine that is not started yet. Its model is on this machine: fetched, with a bar, if it was not."""
+    """An engine that is not started yet."""
     from pagedjax.engine.async_engine import AsyncEngine
-    from pagedjax.weights import store
 
-    with store.ProgressBar(config.model) as bar:
-        store.resolve(config.model, bar)
     return AsyncEngine.from_config(config)
 
 
