@@ -4,6 +4,7 @@ import argparse
 import builtins
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -98,6 +99,20 @@ def test_command_line_wins_over_the_file(tmp_path):
 def test_serve_without_a_model_says_what_to_do(capsys):
     assert cli.main(["serve"]) == 2
     assert "pagedjax serve smollm2-135m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag", ["--max-body-bytes=0", "--drain-timeout-s=-1", "--drain-timeout-s=nan", "--port=70000"]
+)
+def test_serve_refuses_what_is_out_of_range(flag, capsys):
+    assert cli.main(["serve", "smollm2-135m", flag]) == 2
+    assert flag.partition("=")[0] in capsys.readouterr().err
+
+
+def test_serve_names_the_fix_for_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert cli.main(["serve", "smollm2-135m", "--port", str(taken.getsockname()[1])]) == 2
+    assert "--port" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "pull", "info", "bench"])

@@ -28,9 +28,13 @@ class ServeOptions:
     port: int = option(8000, "http", "port to listen on; 0 takes a free one")
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "http", "least severe level that is logged"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
+
+    def __post_init__(self) -> None:
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}; set --max-body-bytes")
+        if not 0 <= self.drain_timeout_s < float("inf"):
+            raise ConfigError(f"drain_timeout_s must be 0 or more, not {self.drain_timeout_s}; set --drain-timeout-s")
 
 
 @dataclass(frozen=True, kw_only=True)
