@@ -9,7 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("pagedjax", "jax", "jaxlib", "flax", "numpy", "aiohttp")
+from pagedjax import __version__
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "aiohttp")
 _KIB = 1024
 
 
@@ -24,8 +26,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Python's version and those of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python, of this project and of the packages that are installed."""
+    found = {"python": platform.python_version(), "pagedjax": __version__}
     for package in packages:
         with suppress(PackageNotFoundError):
             found[package] = version(package)

@@ -22,6 +22,7 @@ from pagedjax.bench.workload import (
 from pagedjax.core.errors import ConfigError
 
 DATASETS = ("random", "shared-prefix", "trace")
+DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_PROMPTS = 64
 DEFAULT_INPUT_LEN = DEFAULT_OUTPUT_LEN = LengthRange(128, 128)
 DEFAULT_PREFIX_LEN = 512
@@ -69,7 +70,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def add_throughput(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="bundled name, GGUF file, model folder or hub id")
+    _add_model(parser)
     _add_engine(parser, "of the engine")
     _add_dataset(parser)
     parser.add_argument(
@@ -79,9 +80,9 @@ def add_throughput(parser: argparse.ArgumentParser) -> None:
 
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="bundled name, GGUF file, model folder or hub id")
+    _add_model(parser)
     _add_engine(parser, "of the engine")
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=_count, default=1, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--input-len", type=_count, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--output-len", type=_count, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
@@ -207,6 +208,12 @@ def parse_engine_option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="bundled name, GGUF file, model folder or hub id (default: %(default)s)"
+    )
 
 
 def _add_engine(parser: Any, whose: str) -> None:

@@ -1,6 +1,7 @@
 """`bench throughput`: a whole workload at once through `pagedjax.LLM`, without a server."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     if warmups:
         generate(llm, warmups)
     begin = perf_counter()
-    outputs = generate(llm, requests)
+    outputs = generate(llm, requests, use_tqdm=sys.stderr.isatty())
     wall_s = perf_counter() - begin
     return make_report(
         "throughput",
@@ -32,10 +33,11 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     )
 
 
-def generate(llm: Any, requests: Sequence[BenchRequest]) -> list[RequestOutput]:
+def generate(llm: Any, requests: Sequence[BenchRequest], *, use_tqdm: bool = False) -> list[RequestOutput]:
     """Greedy, at exactly the lengths that the requests ask for."""
     prompts = [request.prompt if isinstance(request.prompt, str) else list(request.prompt) for request in requests]
-    outputs: list[RequestOutput] = llm.generate(prompts, [greedy(request.max_tokens) for request in requests])
+    params = [greedy(request.max_tokens) for request in requests]
+    outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=use_tqdm)
     return outputs
 
 

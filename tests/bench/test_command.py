@@ -60,7 +60,6 @@ def test_help_explains_and_succeeds(words, capsys):
     [
         ([], "MODE"),
         (["fly"], "invalid choice: 'fly'"),
-        (["throughput"], "--model"),
         (["serve", "--num-prompts", "0"], "'0' is not a whole number of at least 1"),
         (["serve", "--num-prompts", "many"], "'many' is not a whole number"),
         (["serve", "--input-len", "9:3"], "1 <= low <= high"),

@@ -8,7 +8,7 @@ from pagedjax.bench.workload import BenchRequest
 
 
 class NotingLLM:
-    def generate(self, prompts, params):
+    def generate(self, prompts, params, *, use_tqdm):
         self.prompts, self.params = prompts, params
         return []
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from pagedjax import __version__
 from pagedjax.bench import machine
 from pagedjax.bench.metrics import Chunk, RequestRecord, Status, serve_figures
 from pagedjax.bench.report import (
@@ -51,6 +52,7 @@ def test_the_report_says_what_ran_where_and_what_came_out():
     assert report["command"] == """pagedjax bench serve --extra-body '{"a": 1}'"""
     assert {"cpu", "num_cpus", "memory_bytes", "system"} == set(report["machine"])
     assert report["versions"]["python"].count(".") == 2
+    assert report["versions"]["pagedjax"] == __version__
     assert report["memory"] == {"host_peak_bytes": 3 << 20, "device_peak_bytes": None}
     assert report["interrupted"] is False
     figures = report["figures"]
