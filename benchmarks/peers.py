@@ -150,7 +150,9 @@ class HuggingFace:
         after_s = cpu_seconds(self._process.pid)
         records = tuple(hf_record(entry) for entry in answer["records"])
         used_s = None if before_s is None or after_s is None else after_s - before_s
-        return Outcome(LoadResult(records, answer["wall_s"], False, 0.0), answer["peak_memory_bytes"], used_s)
+        return Outcome(
+            LoadResult(records, max(answer["wall_s"], 1e-9), False, 0.0), answer["peak_memory_bytes"], used_s
+        )
 
     def _ask(self, workload: Workload) -> dict[str, Any]:
         requests = [{"due_s": r.due_s, "prompt": r.prompt, "max_tokens": r.max_tokens} for r in workload.requests]
