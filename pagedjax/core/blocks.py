@@ -3,8 +3,12 @@
 A block is in exactly one of three places: *held* (its reference count is at least one), *idle* (count zero, but its
 contents are still in the prefix cache; evicted in least-recently-used order) or *clean* (count zero, nothing to keep).
 Every function takes a pool and returns a new one; the old one is unchanged and shares most of its memory with it.
+
+Measured: an update of a map costs 0.3-0.6 us, so each function changes its maps in one go, and a block's name, which
+its holder knows, is stored beside it only while nobody holds it.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from immutables import Map
@@ -15,20 +19,19 @@ from pagedjax.core.errors import SchedulerError
 class BlockPool(NamedTuple):
     """All blocks of one memory tier.
 
-    `clean` is a stack (index -> block id), `idle` a queue (ticket -> block id) with `idle_tickets` as its inverse;
-    tickets grow from `idle_head` to `idle_tail` and leave holes where a block was taken from the middle.
-    `cached` (hash -> block id) and its inverse `hash_of` are the prefix cache; a cached block is held or idle.
+    `clean` is a stack (index -> block id). `idle` is a queue (ticket -> block id and its name) and `idle_tickets` finds
+    a block in it; tickets grow from `idle_head` to `idle_tail` and leave holes where a block was taken from the middle.
+    `cached` (name -> block id) is the prefix cache; a cached block is held or idle.
     """
 
     num_blocks: int
     counts: Map[int, int]
     clean: Map[int, int]
-    idle: Map[int, int]
+    idle: Map[int, tuple[int, bytes]]
     idle_tickets: Map[int, int]
     idle_head: int
     idle_tail: int
     cached: Map[bytes, int]
-    hash_of: Map[int, bytes]
 
     @property
     def num_free(self) -> int:
@@ -39,21 +42,19 @@ class BlockPool(NamedTuple):
 def make_pool(num_blocks: int) -> BlockPool:
     """A pool of clean blocks; block 0 is the first to be taken."""
     clean = Map({index: num_blocks - 1 - index for index in range(num_blocks)})
-    return BlockPool(num_blocks, Map(), clean, Map(), Map(), 0, 0, Map(), Map())
+    return BlockPool(num_blocks, Map(), clean, Map(), Map(), 0, 0, Map())
 
 
 def take(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]]:
     """Hold `num_blocks` blocks: clean ones first, then the least recently used idle ones, which leave the cache."""
+    num_clean = len(pool.clean)
+    if num_blocks <= num_clean:
+        return _take_clean(pool, num_blocks)
     if num_blocks > pool.num_free:
         raise SchedulerError(f"{num_blocks} blocks asked for, {pool.num_free} free")
-    if num_blocks > len(pool.clean):
-        pool = _evict(pool, num_blocks - len(pool.clean))
-    counts, clean = pool.counts.mutate(), pool.clean.mutate()
-    top = len(pool.clean)
-    taken = tuple(clean.pop(top - 1 - i) for i in range(num_blocks))
-    for block_id in taken:
-        counts[block_id] = 1
-    return pool._replace(counts=counts.finish(), clean=clean.finish()), taken
+    pool, clean = _take_clean(pool, num_clean)
+    pool, evicted = _evict(pool, num_blocks - num_clean)
+    return pool, clean + evicted
 
 
 def share(pool: BlockPool, block_ids: tuple[int, ...]) -> BlockPool:
@@ -67,17 +68,22 @@ def share(pool: BlockPool, block_ids: tuple[int, ...]) -> BlockPool:
     return pool._replace(counts=counts.finish(), idle=idle.finish(), idle_tickets=tickets.finish())
 
 
-def give(pool: BlockPool, block_ids: tuple[int, ...]) -> BlockPool:
-    """Drop one reference to each block of a table. The deepest block goes first, so that it is evicted first."""
+def give(pool: BlockPool, block_ids: tuple[int, ...], names: tuple[bytes, ...]) -> BlockPool:
+    """Drop one reference to each block of a table. The deepest block goes first, so that it is evicted first.
+
+    `names` are those of the table's leading blocks; the cached ones among them become idle, the others clean.
+    """
     counts, clean = pool.counts.mutate(), pool.clean.mutate()
     idle, tickets, tail = pool.idle.mutate(), pool.idle_tickets.mutate(), pool.idle_tail
-    num_clean = len(pool.clean)
-    for block_id in reversed(block_ids):
+    num_clean = len(clean)
+    for index in range(len(block_ids) - 1, -1, -1):
+        block_id = block_ids[index]
         count = counts.pop(block_id)
+        name = names[index] if index < len(names) else None
         if count > 1:
             counts[block_id] = count - 1
-        elif block_id in pool.hash_of:
-            idle[tail], tickets[block_id] = block_id, tail
+        elif name is not None and pool.cached.get(name) == block_id:
+            idle[tail], tickets[block_id] = (block_id, name), tail
             tail += 1
         else:
             clean[num_clean] = block_id
@@ -87,40 +93,47 @@ def give(pool: BlockPool, block_ids: tuple[int, ...]) -> BlockPool:
     )
 
 
-def num_given_free(pool: BlockPool, block_ids: tuple[int, ...]) -> int:
-    """How many of these blocks `give` would free."""
-    return sum(pool.counts[block_id] == 1 for block_id in block_ids)
-
-
-def register(pool: BlockPool, block_id: int, block_hash: bytes) -> BlockPool:
-    """Enter a held block, whose keys and values have been computed, into the prefix cache.
+def register(pool: BlockPool, named_blocks: Iterable[tuple[bytes, int]]) -> BlockPool:
+    """Enter held blocks, whose keys and values have been computed, into the prefix cache.
 
     A second block with the same contents stays private: the first one keeps the entry.
     """
-    if block_hash in pool.cached or block_id in pool.hash_of:
-        return pool
-    return pool._replace(
-        cached=pool.cached.set(block_hash, block_id), hash_of=pool.hash_of.set(block_id, block_hash)
-    )
+    cached = pool.cached.mutate()
+    for name, block_id in named_blocks:
+        if name not in cached:
+            cached[name] = block_id
+    return pool._replace(cached=cached.finish())
 
 
-def _evict(pool: BlockPool, num_blocks: int) -> BlockPool:
-    """Turn the `num_blocks` least recently used idle blocks into clean ones."""
-    clean, idle, tickets = pool.clean.mutate(), pool.idle.mutate(), pool.idle_tickets.mutate()
-    cached, hash_of = pool.cached.mutate(), pool.hash_of.mutate()
-    head, num_clean = pool.idle_head, len(pool.clean)
-    for _ in range(num_blocks):
-        while head not in idle:
-            head += 1
-        block_id = idle.pop(head)
-        del tickets[block_id], cached[hash_of.pop(block_id)]
-        clean[num_clean] = block_id
-        num_clean += 1
-    return pool._replace(
-        clean=clean.finish(),
+def _take_clean(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]]:
+    counts, clean = pool.counts.mutate(), pool.clean.mutate()
+    top = len(clean) - 1
+    taken = tuple([clean.pop(index) for index in range(top, top - num_blocks, -1)])
+    for block_id in taken:
+        counts[block_id] = 1
+    return pool._replace(counts=counts.finish(), clean=clean.finish()), taken
+
+
+def _evict(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]]:
+    """Hold the `num_blocks` least recently used idle blocks, and take them out of the prefix cache."""
+    counts, idle, tickets = pool.counts.mutate(), pool.idle.mutate(), pool.idle_tickets.mutate()
+    cached, ticket = pool.cached.mutate(), pool.idle_head
+    taken: list[int] = []
+    while len(taken) < num_blocks:
+        block_id, name = idle.pop(ticket, _HOLE)
+        ticket += 1
+        if block_id != -1:
+            del tickets[block_id], cached[name]
+            counts[block_id] = 1
+            taken.append(block_id)
+    pool = pool._replace(
+        counts=counts.finish(),
         idle=idle.finish(),
         idle_tickets=tickets.finish(),
-        idle_head=head,
+        idle_head=ticket,
         cached=cached.finish(),
-        hash_of=hash_of.finish(),
     )
+    return pool, tuple(taken)
+
+
+_HOLE = (-1, b"")

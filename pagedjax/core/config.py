@@ -34,12 +34,14 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs "
-                f"{self.max_num_seqs}, so that every running sequence can decode in one step; raise --max-num-batched-tokens"
+                f"{self.max_num_seqs}, so that every running sequence can decode in one step; "
+                "raise --max-num-batched-tokens"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must reach "
-                f"max_model_len {self.max_model_len}; raise --max-num-batched-tokens or drop --no-enable-chunked-prefill"
+                f"max_model_len {self.max_model_len}; raise --max-num-batched-tokens "
+                "or drop --no-enable-chunked-prefill"
             )
 
     @property

@@ -21,9 +21,9 @@ def state_html(state: State) -> str:
     """HTML with inline SVG: a summary, the pool (one cell a block), the running sequences, the heads of the line."""
     pool = state.pool
     summary = (
-        f"<b>{len(state.running)}</b> running, <b>{len(state.waiting)}</b> waiting, <b>{len(state.in_flight)}</b> steps "
-        f"in flight; of {pool.num_blocks} blocks <b>{len(pool.counts)}</b> held, <b>{len(pool.idle)}</b> idle but cached, "
-        f"<b>{len(pool.clean)}</b> clean"
+        f"<b>{len(state.running)}</b> running, <b>{len(state.waiting)}</b> waiting, <b>{len(state.in_flight)}</b> "
+        f"steps in flight; of {pool.num_blocks} blocks <b>{len(pool.counts)}</b> held, <b>{len(pool.idle)}</b> idle "
+        f"but cached, <b>{len(pool.clean)}</b> clean"
     )
     rows = "".join(_sequence_row(s) for s in state.running[:MAX_SEQUENCES])
     rows += "".join(_sequence_row(s) for s in islice(_waiting(state), MAX_SEQUENCES))
@@ -54,7 +54,7 @@ def _cell(pool: BlockPool, owners: dict[int, int], block_id: int) -> str:
     count = pool.counts.get(block_id, 0)
     if count:
         fill, label = _colour(owners[block_id]), f"block {block_id}: held, {count} references"
-    elif block_id in pool.hash_of:
+    elif block_id in pool.idle_tickets:
         fill, label = "#bbb", f"block {block_id}: idle, cached"
     else:
         fill, label = "#f4f4f4", f"block {block_id}: clean"

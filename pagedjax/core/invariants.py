@@ -20,29 +20,32 @@ def _check_blocks_are_conserved(state: State) -> None:
     pool = state.pool
     references = Counter(block_id for s in state.running for block_id in s.blocks)
     assert dict(pool.counts.items()) == references, "reference counts differ from the block tables"
-    clean, idle = list(pool.clean.values()), list(pool.idle.values())
+    clean, idle = list(pool.clean.values()), [block_id for block_id, _ in pool.idle.values()]
     everywhere = sorted([*pool.counts, *clean, *idle])
     assert everywhere == list(range(pool.num_blocks)), "a block is lost, or in two places"
     assert sorted(pool.clean) == list(range(len(clean))), "the clean stack has a hole"
-    assert {b: t for t, b in pool.idle.items()} == dict(pool.idle_tickets.items()), "idle queue and tickets differ"
+    assert {b: t for t, (b, _) in pool.idle.items()} == dict(pool.idle_tickets.items()), "idle queue and tickets differ"
     assert all(pool.idle_head <= ticket < pool.idle_tail for ticket in pool.idle), "an idle ticket is out of range"
 
 
 def _check_prefix_cache(state: State) -> None:
     pool = state.pool
-    assert {b: h for h, b in pool.cached.items()} == dict(pool.hash_of.items()), "prefix cache and its inverse differ"
-    assert all(b in pool.hash_of for b in pool.idle.values()), "an idle block is not in the prefix cache"
-    assert not any(b in pool.hash_of for b in pool.clean.values()), "a clean block is in the prefix cache"
-    assert all(b in pool.counts for b in state.pending.values()), "a block being computed has no owner"
-    assert not state.pending or state.in_flight, "blocks are being computed but nothing is in flight"
+    cached = set(pool.cached.values())
+    assert len(cached) == len(pool.cached), "a block is in the prefix cache twice"
+    assert all(pool.cached.get(name) == b for b, name in pool.idle.values()), "an idle block is not in the prefix cache"
+    assert not any(b in cached for b in pool.clean.values()), "a clean block is in the prefix cache"
+    assert len(state.pending) == len(state.in_flight), "blocks are being computed but nothing is in flight"
+    for computed in state.pending:
+        assert all(b in pool.counts for b in computed.values()), "a block being computed has no owner"
     for sequence in state.running:
         writable = sequence.blocks[sequence.num_planned // state.config.block_size :]
-        assert all(pool.counts[b] == 1 and b not in pool.hash_of for b in writable), "a writable block is shared"
+        assert all(pool.counts[b] == 1 and b not in cached for b in writable), "a writable block is shared"
 
 
 def _check_waiting(state: State) -> None:
     waiters = list(in_rank_order(state.waiting))
     assert {s.sequence_id for s in waiters} == set(state.waiting.places), "the waiting index differs from the lines"
+    assert [s.rank for s in waiters] == sorted(s.rank for s in waiters), "waiting is out of rank order"
     assert sum(s.num_tokens for s in waiters) == state.waiting.num_tokens, "waiting tokens are miscounted"
     for sequence in waiters:
         assert sequence.phase is Phase.WAITING, "a waiting sequence has another phase"
@@ -59,7 +62,7 @@ def _check_running(state: State) -> None:
     for s in state.running:
         assert s.phase is not Phase.RUNNING or s.finish is None, "a running sequence has ended"
         assert s.phase is Phase.RUNNING or s.num_in_flight > 0, "a leaving sequence was not drained"
-        assert 0 < s.num_computed or s.num_in_flight > 0, "a running sequence was never planned"
+        assert s.num_computed > 0 or s.num_in_flight > 0, "a running sequence was never planned"
         assert s.num_computed <= s.num_planned <= s.num_expected, "counts are out of order"
         assert len(s.blocks) == num_blocks_for(s.num_planned, config.block_size), "table and context differ in length"
         assert s.num_tokens <= s.request.prompt_len + s.request.max_tokens, "a sequence has too many tokens"

@@ -13,16 +13,16 @@ def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
     leavers = [s for s in state.running if s.phase is not Phase.RUNNING and s.num_in_flight == 0]
     if not leavers:
         return state, ()
-    pool, waiting, effects = state.pool, state.waiting, []
+    pool, waiting = state.pool, state.waiting
+    effects: list[Effect] = []
     for sequence in leavers:
-        pool = give(pool, sequence.blocks)
+        pool = give(pool, sequence.blocks, sequence.block_hashes)
         if next_phase(sequence.phase, Cause.DRAIN) is Phase.WAITING:
             waiting = lines.park(waiting, back_in_line(sequence))
             effects.append(Preempt(sequence.sequence_id, sequence.num_computed))
         else:
             effects.append(_finish(sequence))
-    gone = {s.sequence_id for s in leavers}
-    running = tuple(s for s in state.running if s.sequence_id not in gone)
+    running = tuple([s for s in state.running if s.phase is Phase.RUNNING or s.num_in_flight > 0])
     return replace(state, running=running, pool=pool, waiting=waiting), tuple(effects)
 
 

@@ -1,16 +1,20 @@
 """Who goes first, who must give way, and how much room a sequence needs: the rules that planning applies."""
 
+from collections import Counter
 from collections.abc import Sequence as Rows
+from itertools import chain
 
-from pagedjax.core.blocks import BlockPool, num_given_free
+from pagedjax.core.blocks import BlockPool
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.state import Phase, Sequence
 
 
-def can_run(sequence: Sequence) -> bool:
-    """Whether a running sequence has a token to compute. One that has sampled its last token only awaits it."""
-    num_sampled = sequence.num_expected - sequence.request.prompt_len
-    return sequence.phase is Phase.RUNNING and num_sampled < sequence.request.max_tokens
+def num_to_compute(sequence: Sequence) -> int:
+    """Tokens of a running sequence that no plan covers yet. One that has sampled its last token only awaits it."""
+    request, num_expected = sequence.request, sequence.num_expected
+    if sequence.phase is not Phase.RUNNING or num_expected - request.prompt_len >= request.max_tokens:
+        return 0
+    return num_expected - sequence.num_planned
 
 
 def victim_index(running: Rows[Sequence], beneficiary: int) -> int | None:
@@ -24,7 +28,8 @@ def victim_index(running: Rows[Sequence], beneficiary: int) -> int | None:
 
 def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
     """Blocks that sequences on their way out will free when the steps in flight are done."""
-    return sum(num_given_free(pool, s.blocks) for s in running if s.phase is not Phase.RUNNING)
+    given = Counter(chain.from_iterable(s.blocks for s in running if s.phase is not Phase.RUNNING))
+    return sum(pool.counts[block_id] == count for block_id, count in given.items())
 
 
 def num_blocks_to_admit(sequence: Sequence, block_size: int) -> int:

@@ -24,16 +24,15 @@ def max_prefix_blocks(num_tokens: int, block_size: int) -> int:
     return (num_tokens - 1) // block_size
 
 
-def longest_prefix(
-    pool: BlockPool, pending: Map[bytes, int], block_hashes: tuple[bytes, ...], max_blocks: int
-) -> tuple[int, ...]:
-    """The longest run of leading blocks that are cached, or that a plan in flight is computing (`pending`)."""
+def longest_prefix(pool: BlockPool, pending: tuple[Map[bytes, int], ...], names: tuple[bytes, ...]) -> tuple[int, ...]:
+    """The blocks of the longest run of leading `names` that are cached, or that a plan in flight is computing."""
+    known = (pool.cached, *pending)
     found: list[int] = []
-    for block_hash in block_hashes[:max_blocks]:
-        block_id = pool.cached.get(block_hash)
-        if block_id is None:
-            block_id = pending.get(block_hash)
-        if block_id is None:
+    for name in names:
+        for blocks in known:
+            if name in blocks:
+                found.append(blocks[name])
+                break
+        else:
             break
-        found.append(block_id)
     return tuple(found)

@@ -62,7 +62,7 @@ class Sequence(NamedTuple):
     Confirmed by finished steps: `num_tokens` (prompt and accepted) and `num_computed` (those whose keys and values are
     in the cache). Including the plans in flight: `num_expected` tokens, `num_planned` computed; `num_in_flight`
     counts the plans that contain it. `num_cached` tokens came from the prefix cache when it was last admitted.
-    `block_hashes` names every full block of its tokens so far.
+    `block_hashes` names every full block of its tokens so far, or none where its prefix is not to be shared.
     """
 
     request: Request
@@ -84,7 +84,7 @@ class Sequence(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Who goes first: the smallest. Priority, then time of arrival."""
+        """Who goes first: the smallest. Priority, then arrival; ids grow with arrival, so they settle a tie."""
         return self.request.priority, self.arrival_us, self.request.sequence_id
 
     @property
@@ -118,14 +118,14 @@ class Waiting(NamedTuple):
 class State:
     """Everything the scheduler knows. `running` is in rank order; `in_flight` plans are in order of execution.
 
-    `pending` names the blocks that plans in flight are computing (hash -> block id): later plans may read them.
+    `pending` names, for each plan in flight, the blocks that it computes (name -> block id): later plans may read them.
     """
 
     config: SchedulerConfig
     waiting: Waiting
     running: tuple[Sequence, ...]
     pool: BlockPool
-    pending: Map[bytes, int]
+    pending: tuple[Map[bytes, int], ...]
     in_flight: tuple[StepPlan, ...]
     next_plan_id: int
     now_us: int

@@ -1,0 +1,222 @@
+"""What the scheduler costs in Python: microseconds of `update` at the size of a busy server.
+
+    python benchmarks/scheduler.py --out benchmarks/results/scheduler.json
+
+The limits are DESIGN's: a decode step (StepDue and StepDone together) within 1 ms at 256 running, 10,000 waiting and
+100,000 blocks; arrival and finish within 50 us + 1.5 us a block; planning a prefill within 1 ms + 2 us a new block; all
+of it flat in the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of
+its rows. Times are of single calls: best, median and 99th percentile. The garbage collector runs, after what the set-up
+made was frozen, as a server does once it has started. A *warm* pool has no clean block: all that is free is idle and
+cached, so every block taken is an eviction.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.plan import RowResult
+from pagedjax.core.request import Request
+from pagedjax.core.scheduler import init, update
+from pagedjax.core.state import Aborted, Arrived, Event, Sequence, State, StepDone, StepDue
+
+BLOCK_SIZE = 16
+NUM_RUNNING = 256
+NUM_WAITING = 10_000
+NUM_BLOCKS = 100_000
+NUM_REPEATS = 20
+
+Figure = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="decode steps to time (default 400)")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    args = parser.parse_args()
+    figures = []
+    for figure in chain(decode_steps(args.steps), arrivals(), finishes(), prefills()):
+        figures.append(figure)
+        print(line(figure), flush=True)
+    if args.out:
+        command = " ".join(["python", *sys.argv])
+        report = {"command": command, "commit": commit(), "machine": machine(), "unit": "us", "figures": figures}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def decode_steps(num_steps: int) -> Iterator[Figure]:
+    """Planning a step of 256 decodes and finishing the one before it: one more is in flight all the time."""
+    for num_waiting, warm in ((0, False), (NUM_WAITING, False), (100_000, False), (NUM_WAITING, True)):
+        state = with_waiting(busy(NUM_RUNNING, warm=warm), num_waiting)
+        state, _ = update(state, StepDue(0))
+        freeze()
+        due, done = [], []
+        for _ in range(num_steps):
+            due_us, state = timed(state, StepDue(0))
+            done_us, state = timed(state, step_done(state))
+            due.append(due_us)
+            done.append(done_us)
+        setting = {"num_waiting": num_waiting, "warm": warm}
+        yield figure_of("decode step", [a + b for a, b in zip(due, done)], 1000, setting)
+        yield figure_of("decode step, StepDue", due, None, setting)
+        yield figure_of("decode step, StepDone", done, None, setting)
+
+
+def arrivals() -> Iterator[Figure]:
+    for num_waiting in (0, NUM_WAITING, 100_000):
+        state = with_waiting(busy(NUM_RUNNING), num_waiting)
+        for num_blocks in (1, 128, 1024):
+            event = arrival(-1, num_blocks)
+            setting = {"num_waiting": num_waiting, "blocks": num_blocks}
+            yield figure_of("arrival", repeated(state, event), 50 + 1.5 * num_blocks, setting)
+
+
+def finishes() -> Iterator[Figure]:
+    """One of 256 running sequences leaves and frees its blocks, at once since nothing is in flight."""
+    for num_blocks in (1, 128, 1024):
+        state, _ = update(busy(NUM_RUNNING - 1), arrival(-1, num_blocks))
+        state = stepped(with_waiting(state, NUM_WAITING))
+        yield figure_of("finish", repeated(state, Aborted(-1, 0)), 50 + 1.5 * num_blocks, {"blocks": num_blocks})
+
+
+def prefills() -> Iterator[Figure]:
+    """Admitting one prompt beside 255 decodes, and the end of that step, which enters its blocks into the cache."""
+    for num_blocks in (1, 128, 1024, 32_768):
+        for warm in (False, True):
+            state, _ = update(busy(NUM_RUNNING - 1, warm=warm), arrival(-1, num_blocks))
+            state = with_waiting(state, NUM_WAITING)
+            setting = {"new_blocks": num_blocks, "warm": warm}
+            yield figure_of("prefill, StepDue", repeated(state, StepDue(0)), 1000 + 2 * num_blocks, setting)
+            state, _ = update(state, StepDue(0))
+            yield figure_of("prefill, StepDone", repeated(state, step_done(state)), None, setting)
+    for num_blocks in (128, 1024, 32_768):
+        state = busy(NUM_RUNNING - 1, warm=True)
+        state, _ = update(state, Arrived(Request(-1, num_blocks * BLOCK_SIZE + 1, 100, -1), WARM_NAMES[:num_blocks], 0))
+        state = with_waiting(state, NUM_WAITING)
+        yield figure_of("prefix hit, StepDue", repeated(state, StepDue(0)), None, {"cached_blocks": num_blocks})
+
+
+def busy(num_running: int, *, warm: bool = False) -> State:
+    """A state with that many sequences decoding at staggered lengths, and nothing in flight."""
+    state = init(
+        SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_num_seqs=NUM_RUNNING,
+            max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE,
+            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+            max_queued_requests=10**6,
+            max_queued_tokens=10**9,
+        )
+    )
+    if warm:
+        num_tokens = (NUM_BLOCKS - 1) * BLOCK_SIZE
+        state = stepped(update(state, Arrived(Request(0, num_tokens, 1), WARM_NAMES[: NUM_BLOCKS - 1], 0))[0])
+        state, _ = update(state, Aborted(0, 0))
+    lengths = random.Random(0)
+    for sequence_id in range(num_running):
+        prompt_len = lengths.randint(1, 2000)
+        names = tuple(name(sequence_id, i) for i in range(prompt_len // BLOCK_SIZE))
+        state, _ = update(state, Arrived(Request(sequence_id, prompt_len, 4000), names, 0))
+    return stepped(state)
+
+
+def with_waiting(state: State, num_waiting: int) -> State:
+    for i in range(num_waiting):
+        state, _ = update(state, Arrived(Request(NUM_RUNNING + i, BLOCK_SIZE, 100), (name(NUM_RUNNING + i, 0),), 0))
+    return state
+
+
+def stepped(state: State) -> State:
+    state, _ = update(state, StepDue(0))
+    return update(state, step_done(state))[0]
+
+
+def step_done(state: State) -> StepDone:
+    """The event that the oldest plan in flight ended, each row with a token and the name of the block it filled."""
+    plan = state.in_flight[0]
+    sequences = {s.sequence_id: s for s in state.running}
+    return StepDone(plan.plan_id, tuple(result(sequences[row.sequence_id]) for row in plan.rows), 0)
+
+
+def result(sequence: Sequence) -> RowResult:
+    num_full, num_named = (sequence.num_tokens + 1) // BLOCK_SIZE, len(sequence.block_hashes)
+    names = tuple(name(sequence.sequence_id, i) for i in range(num_named, num_full))
+    if sequence.num_tokens + 1 == sequence.request.prompt_len + sequence.request.max_tokens:
+        return RowResult(sequence.sequence_id, 1, "length", names)
+    return RowResult(sequence.sequence_id, 1, None, names)
+
+
+def arrival(sequence_id: int, num_blocks: int) -> Arrived:
+    """An urgent request of that many blocks, none of them in the cache."""
+    names = tuple(name(sequence_id, i) for i in range(num_blocks))
+    return Arrived(Request(sequence_id, num_blocks * BLOCK_SIZE, 100, -1), names, 0)
+
+
+def name(sequence_id: int, index: int) -> bytes:
+    """Thirty-two bytes, as long as a hash and different for every block."""
+    return b"%16d%16d" % (sequence_id, index)
+
+
+WARM_NAMES = tuple(name(10**9, i) for i in range(NUM_BLOCKS))
+
+
+def repeated(state: State, event: Event) -> list[float]:
+    """Times of the same event from the same state, which is a value and so can be used again."""
+    freeze()
+    return [timed(state, event)[0] for _ in range(NUM_REPEATS)]
+
+
+def timed(state: State, event: Event) -> tuple[float, State]:
+    start_ns = time.thread_time_ns()
+    state, _ = update(state, event)
+    return (time.thread_time_ns() - start_ns) / 1000, state
+
+
+def freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def figure_of(what: str, times_us: list[float], limit_us: float | None, setting: dict[str, Any]) -> Figure:
+    times_us = sorted(times_us)
+    best, median, p99 = (times_us[round(q * (len(times_us) - 1))] for q in (0.0, 0.5, 0.99))
+    spread = {"best": round(best, 1), "median": round(median, 1), "p99": round(p99, 1)}
+    return {"what": what, **setting, **spread, "limit": limit_us, "calls": len(times_us)}
+
+
+def line(figure: Figure) -> str:
+    known = ("what", "best", "median", "p99", "limit", "calls")
+    setting = " ".join(f"{key}={value}" for key, value in figure.items() if key not in known)
+    times = f"best {figure['best']:9.1f}  median {figure['median']:9.1f}  p99 {figure['p99']:9.1f}"
+    limit = f"  limit {figure['limit']:.1f}" if figure["limit"] else ""
+    return f"{figure['what']:<22} {setting:<32} {times}{limit}"
+
+
+def commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def machine() -> str:
+    return f"{processor()}, {platform.system()}, Python {platform.python_version()}"
+
+
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()
