@@ -181,6 +181,10 @@ class SseParser:
                 self._data.clear()
 
 
+class _AnswerError(Exception):
+    """The server answered, and says or shows that it failed."""
+
+
 class _Exchange:
     """One request under way: collects what its record will say."""
 
@@ -208,8 +212,10 @@ class _Exchange:
                     await self._read(response.content.iter_any())
         except TimeoutError:
             self._error = f"timed out after {self._target.timeout_s:g} s"
+        except _AnswerError as error:
+            self._error = str(error)
         except (import_aiohttp().ClientError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self._error = self._error or _describe(error)
+            self._error = _describe(error)
         self._end_s = perf_counter() - self._begin
 
     async def _read(self, pieces: AsyncIterator[bytes]) -> None:
@@ -229,14 +235,14 @@ class _Exchange:
             if self._is_complete:
                 break
         if not self._is_complete and self._finish_reason is None:
-            raise ValueError("the stream ended early")
+            raise _AnswerError("the stream ended early")
         if not self._chunks:
-            raise ValueError("the response carries no text")
+            raise _AnswerError("the response carries no text")
 
     def _take(self, event: dict[str, Any]) -> int:
         """Note one event; the length of its text in characters."""
         if event.get("error"):
-            raise ValueError(error_text(orjson.dumps(event)))
+            raise _AnswerError(error_text(orjson.dumps(event)))
         if event.get("usage"):
             self._usage = event["usage"]
         text_len = 0
