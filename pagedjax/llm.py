@@ -14,12 +14,13 @@ from tqdm import tqdm
 
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.core.request import RequestOutput, SamplingParams
-from pagedjax.engine.build import Progress, build_engine, show_progress
+from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.outputs import add_update, empty_output
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.tokenizer import Tokenizer
+from pagedjax.weights.store import ProgressBar
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -33,7 +34,9 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, show_progress_bars: bool = True, **options: Any) -> None:
         self._ids = itertools.count()
-        self.engine: Engine = build_engine(make_config(model, options), show_progress if show_progress_bars else None)
+        config = make_config(model, options)
+        with ProgressBar(config.name) as bar:
+            self.engine: Engine = build_engine(config, bar if show_progress_bars else None)
 
     def generate(
         self,

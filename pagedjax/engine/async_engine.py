@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator, Callable
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.state import State
-from pagedjax.engine.build import Progress, build_engine
+from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.tokenizer import Tokenizer
+from pagedjax.weights.store import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Stream:
 class AsyncEngine:
     """A running engine for asyncio callers. Methods without another note belong to the event loop that started it."""
 
-    def __init__(self, config: EngineConfig, build: Callable[[EngineConfig, Progress | None], Engine]) -> None:
+    def __init__(self, config: EngineConfig, build: Callable[[EngineConfig], Engine]) -> None:
         self.config = config
         self.created = int(time.time())
         self._build = build
@@ -107,14 +108,14 @@ class AsyncEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "AsyncEngine":
-        """An engine that loads its model when started."""
-        return cls(config, build_engine)
+        """An engine that loads its model when started, with bars on standard error."""
+        return cls(config, _build_showing_progress)
 
-    async def start(self, progress: Progress | None = None) -> None:
+    async def start(self) -> None:
         """Load the model, compile, and begin to serve; returns when ready. Raises ConfigError."""
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(ready, progress), name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
         await ready
 
@@ -210,9 +211,9 @@ class AsyncEngine:
 
     # From here on: the engine's thread.
 
-    def _run(self, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
+    def _run(self, ready: "asyncio.Future[None]") -> None:
         try:
-            engine = self._build(self.config, progress)
+            engine = self._build(self.config)
         except BaseException as failure:
             self._call(_settle, ready, failure)
             return
@@ -253,6 +254,11 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             logger.warning("event=event_loop_closed")
+
+
+def _build_showing_progress(config: EngineConfig) -> Engine:
+    with ProgressBar(config.name) as bar:
+        return build_engine(config, bar)
 
 
 def _settle(ready: "asyncio.Future[None]", failure: BaseException | None) -> None:

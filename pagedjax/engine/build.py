@@ -1,9 +1,5 @@
 """From a configuration to a warm engine: find the model, resolve what is automatic, load, compile."""
 
-import time
-from collections.abc import Callable
-from pathlib import Path
-
 import jax
 
 from pagedjax.core.errors import ConfigError
@@ -11,7 +7,51 @@ from pagedjax.engine.config import EngineConfig, resolve
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.tokenizer import load_tokenizer
 from pagedjax.models.config import ModelConfig
+from pagedjax.runtime import kv_cache
 from pagedjax.runtime.runner import Runner
 from pagedjax.weights import load, store
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
+
+def build_engine(config: EngineConfig, progress: store.Progress | None = None) -> Engine:
+    """An engine with its model loaded and every program compiled.
+
+    Raises ConfigError for a model that cannot be found, read or held in memory, and for limits that do not fit it.
+    """
+    report = progress or _silent
+    path = store.resolve(config.model, report)
+    report("load", 0, 1)
+    with load.open_checkpoint(path) as checkpoint:
+        model_config = checkpoint.config
+        tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+    tokenizer.check_fits(model_config.vocab_size)
+    config = resolve(config, model_config, platform=jax.default_backend())
+    dtype = load.DTYPES[config.dtype]
+    backend = choose_attention(config, model_config)
+    bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
+    model = load.load_model(path, dtype=config.dtype, backend=backend)
+    report("load", 1, 1)
+    num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)
+    scheduler = config.scheduler(num_blocks)
+    runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype)
+    runner.warm_up(lambda done, total, label: report("compile", done, total))
+    return Engine(config, scheduler, runner, tokenizer)
+
+
+def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
+    """The attention backend for this machine, or the one that was asked for. Raises ConfigError with the reasons."""
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, config.block_size)
+    try:
+        return dispatch.choose(
+            "ragged_attention",
+            platform=jax.default_backend(),
+            shape=shape,
+            dtype=load.DTYPES[config.dtype],
+            wish=config.attention_backend,
+        ).backend
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{error}; set --attention-backend") from error
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""

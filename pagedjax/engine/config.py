@@ -32,7 +32,7 @@ class EngineConfig:
     model: str = _option("smollm2-135m", "model", "a bundled name, a GGUF file, a model directory or a hub id")
     served_model_name: str | None = _option(None, "model", "the name in the API; from the model's path if not given")
     dtype: Dtype = _option("auto", "model", "of weights, activations and KV cache; auto is bfloat16 where it is fast")
-    max_model_len: int | None = _option(None, "model", "longest context in tokens, prompt and output; auto is the model's")
+    max_model_len: int | None = _option(None, "model", "longest context in tokens, output included; auto is the model's")
     seed: int = _option(0, "model", "makes sampling without a seed of its own repeatable")
 
     block_size: int = _option(16, "memory", "tokens in a KV block, a power of two")
@@ -108,11 +108,12 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
             f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings} positions; "
             "lower --max-model-len"
         )
+    max_num_batched_tokens = config.max_num_batched_tokens or _max_num_batched_tokens(config, max_model_len, platform)
     return replace(
         config,
         dtype=_dtype(config.dtype, platform),
         max_model_len=max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens or _max_num_batched_tokens(config, max_model_len, platform),
+        max_num_batched_tokens=max_num_batched_tokens,
         compilation_cache_dir=config.compilation_cache_dir or _compilation_cache_dir(),
     )
 

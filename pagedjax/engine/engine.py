@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.prefix import ROOT_HASH, hash_block
@@ -24,6 +24,7 @@ from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, t
 from pagedjax.engine.submission import Submission, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.runtime.runner import Runner, StepHandle, StepResult
+from pagedjax.runtime.sampler import Scores
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class _Live:
     last_hash: bytes | None
     num_sampled: int = 0
     last_token_us: int = 0
+    started: bool = False
     ended: bool = False
 
 
@@ -57,29 +59,35 @@ class Engine:
     """Requests in, deltas out, one `step` at a time. Belongs to one thread, except `prepare`."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer, *, now_us: Callable[[], int] | None = None
+        self,
+        config: EngineConfig,
+        scheduler: SchedulerConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        now_us: Callable[[], int] | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
         self.tokenizer = tokenizer
-        self.state = init(runner.scheduler_config)
+        self.state = init(scheduler)
         self.metrics = EngineMetrics(lambda: self.state)
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
         self._groups: dict[str, _Group] = {}
         self._live: dict[int, _Live] = {}
         self._handles: deque[StepHandle] = deque()
         self._next_sequence_id = 0
-        self._num_recompiles = runner.num_recompiles
+        self._num_recompiles = runner.recompiles
 
     @property
     def has_work(self) -> bool:
         return bool(self._live)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, *, request_id: str, priority: int = 0) -> Submission:
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, *, request_id: str, priority: int = 0
+    ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
-        return submission(
-            self.tokenizer, self.state.config, prompt, params, request_id=request_id, priority=priority
-        )
+        return submission(self.tokenizer, self.state.config, prompt, params, request_id=request_id, priority=priority)
 
     def check(self, request: Submission) -> None:
         """Raise RequestError if the request would be refused as things are; safe on any thread."""
@@ -89,7 +97,7 @@ class Engine:
             raise RequestError(refused.message, param="prompt", code=refused.code)
 
     def add(self, request: Submission) -> None:
-        """Queue a request. Raises RequestError if it can never run or the queue is full; nothing is left behind then."""
+        """Queue a request. Raises RequestError, and leaves nothing behind, if it can never run or the queue is full."""
         if request.request_id in self._groups:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         group = _Group(request, self._now_us())
@@ -102,7 +110,7 @@ class Engine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Drop a request. Its sequences leave by the last step in flight that contains them. Unknown ids are ignored."""
+        """Drop a request; its sequences leave by the last step in flight that contains them. Ignores unknown ids."""
         group = self._groups.pop(request_id, None)
         for live in list(group.members.values()) if group else ():
             if not live.ended:
@@ -181,13 +189,22 @@ class Engine:
         started = time.perf_counter()
         now_us = self._now_us()
         for row in plan.rows:
-            group = self._live[row.sequence_id].group
-            if group.num_cached_tokens is None:
-                group.num_cached_tokens = row.start
-                self.metrics.queue_time.observe((now_us - group.arrival_us) / 1e6)
-                self.metrics.prompt_tokens.inc(len(group.submission.prompt_token_ids))
+            live = self._live[row.sequence_id]
+            if not live.started:
+                self._count_start(live, row, now_us)
         self._handles.append(self.runner.dispatch(plan))
         self.metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
+
+    def _count_start(self, live: _Live, row: Row, now_us: int) -> None:
+        """A sequence's first row starts behind what the prefix cache had of its prompt."""
+        live.started = True
+        group, prompt_len = live.group, len(live.group.submission.prompt_token_ids)
+        self.metrics.queried_tokens.inc(prompt_len)
+        self.metrics.cached_tokens.inc(row.start)
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = row.start
+            self.metrics.queue_time.observe((now_us - group.arrival_us) / 1e6)
+            self.metrics.prompt_tokens.inc(prompt_len)
 
     def _add_sequence(self, group: _Group, index: int) -> None:
         request, sequence_id = group.submission, self._next_sequence_id
@@ -238,7 +255,7 @@ class Engine:
         if not row.samples:
             return RowResult(row.sequence_id, 0)
         token_id = int(result.ids[place])
-        if token_id < 0:
+        if result.faulty[place]:
             return self._fail_row(live, updates)
         self.runner.tokens.append(row.sequence_id, token_id)
         live.num_sampled += 1
@@ -274,17 +291,18 @@ class Engine:
             text += live.detokenizer.finish()
         logprobs = None
         if params.logprobs is not None:
-            logprobs = (self._logprobs(result.logprobs[place], 0, params.logprobs),)
+            assert result.logprobs is not None
+            logprobs = (self._logprobs(result.logprobs, place, params.logprobs),)
         return Delta(live.index, text, (token_id,), logprobs, finish and finish.value, reason)
 
     def _take_prompt_logprobs(self, live: _Live, result: StepResult, place: int) -> None:
-        scores = result.prompt_logprobs[place] if result.prompt_logprobs is not None else None
-        if scores is None or live.group.prompt_logprobs is None:
+        found = result.prompt_logprobs.get(place)
+        if found is None or live.group.prompt_logprobs is None:
             return
-        num_top = live.params.prompt_logprobs or 0
+        num_top, scores = live.params.prompt_logprobs or 0, found.scores
         live.group.prompt_logprobs.extend(self._logprobs(scores, i, num_top) for i in range(len(scores.ids)))
 
-    def _logprobs(self, scores: Any, i: int, num_top: int) -> TokenLogprobs:
+    def _logprobs(self, scores: Scores, i: int, num_top: int) -> TokenLogprobs:
         return token_logprobs(self.tokenizer, scores.ids[i], scores.logprobs[i], scores.ranks[i], num_top)
 
     def _fail_row(self, live: _Live, updates: list[Update]) -> RowResult:
@@ -320,6 +338,7 @@ class Engine:
         self.metrics.step_tokens.observe(plan.num_tokens)
         self.metrics.step_time.labels("wait").inc(wait)
         self.metrics.step_time.labels("process").inc(process)
-        if self.runner.num_recompiles > self._num_recompiles:
-            self.metrics.recompiles.inc(self.runner.num_recompiles - self._num_recompiles)
-            self._num_recompiles = self.runner.num_recompiles
+        recompiles = self.runner.recompiles
+        if recompiles > self._num_recompiles:
+            self.metrics.recompiles.inc(recompiles - self._num_recompiles)
+            self._num_recompiles = recompiles

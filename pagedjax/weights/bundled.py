@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from pagedjax.core.errors import ConfigError
 
-# progress(phase, done_bytes, total_bytes), phase being "download", "check" or "unpack".
+# progress(phase, done, total). The phases here count bytes; others that draw with ProgressBar count things.
+BYTE_PHASES = frozenset({"download", "check", "unpack"})
 Progress = Callable[[str, int, int], None]
 
 POLL_S = 0.2
@@ -117,18 +118,20 @@ class ProgressBar:
         self._phase = ""
         self._bar: Any = None
 
-    def __call__(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+    def __call__(self, phase: str, done: int, total: int) -> None:
         if phase != self._phase:
             self.close()
             self._phase = phase
-            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, leave=True)
-            self._bar.set_description(f"{self._name}: {phase}")
-        self._bar.update(done_bytes - self._bar.n)
+            unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if phase in BYTE_PHASES else {}
+            self._bar = tqdm(total=total, desc=f"{self._name}: {phase}", **unit)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self.close()
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._bar = None
+        self._bar, self._phase = None, ""
 
     def __enter__(self) -> "ProgressBar":
         return self

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.plan import StepPlan
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
@@ -43,10 +42,9 @@ class CountingRunner:
     Ids are worked out at dispatch, as on a device: from the row's own history, sampled tokens in flight included.
     """
 
-    num_recompiles = 0
+    recompiles = 0
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.scheduler_config = config
+    def __init__(self) -> None:
         self.tokens = TokenTable(VOCAB_SIZE)
         self.history: dict[int, list[int]] = {}
         self.fail_at_plan: int | None = None
@@ -54,7 +52,9 @@ class CountingRunner:
     def dispatch(self, plan: StepPlan) -> StepResult:
         if plan.plan_id == self.fail_at_plan:
             raise RuntimeError("the device fell over")
-        return StepResult.of(plan, ids=np.array([self._sample(row) for row in plan.rows], np.int32))
+        ids = np.array([self._sample(row) for row in plan.rows], np.int32)
+        faulty = np.array([row.samples for row in plan.rows]) & (ids < 0)
+        return StepResult(plan.plan_id, ids, faulty, None, {}, 0.0, 0.0)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -74,10 +74,10 @@ class CountingRunner:
         return sampled
 
 
-def make_engine(*, runner: type[CountingRunner] = CountingRunner, **options) -> Engine:
+def make_engine(**options) -> Engine:
     limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = EngineConfig(model="counting", **{**limits, "num_gpu_blocks_override": 64, **options})
-    return Engine(config, runner(config.scheduler(config.num_gpu_blocks_override)), LetterTokenizer())
+    return Engine(config, config.scheduler(config.num_gpu_blocks_override), CountingRunner(), LetterTokenizer())
 
 
 def texts(engine: Engine, requests: Sequence) -> list[str]:

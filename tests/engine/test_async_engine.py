@@ -18,7 +18,7 @@ def with_engine(scenario, **options):
 
     async def main():
         inner = make_engine(**options)
-        engine = AsyncEngine(inner.config, lambda config, progress: inner)
+        engine = AsyncEngine(inner.config, lambda config: inner)
         await engine.start()
         try:
             return await asyncio.wait_for(scenario(engine), 30)
@@ -91,7 +91,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones():
 def test_stop_ends_what_still_runs_with_an_error():
     async def main():
         inner = make_engine()
-        engine = AsyncEngine(inner.config, lambda config, progress: inner)
+        engine = AsyncEngine(inner.config, lambda config: inner)
         await engine.start()
         stream = engine.submit("abc", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         await engine.stop()
@@ -103,7 +103,7 @@ def test_stop_ends_what_still_runs_with_an_error():
 
 def test_a_model_that_does_not_load_is_told_to_whoever_starts_it():
     async def main():
-        def build(config, progress):
+        def build(config):
             raise ConfigError("no such model")
 
         engine = AsyncEngine(make_engine().config, build)
@@ -117,7 +117,7 @@ def test_a_model_that_does_not_load_is_told_to_whoever_starts_it():
 
 def test_before_it_is_ready_requests_are_refused():
     async def main():
-        engine = AsyncEngine(make_engine().config, lambda config, progress: make_engine())
+        engine = AsyncEngine(make_engine().config, lambda config: make_engine())
         with pytest.raises(RequestError) as refusal:
             engine.submit("abc", PARAMS)
         assert refusal.value.code == "not_ready" and engine.is_alive() and not engine.is_ready()
