@@ -133,8 +133,7 @@ def uniforms(packed: jax.Array) -> jax.Array:
 def greedy(logits: jax.Array, last_ids: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(ids [rows], last_ids [slots] with them filled in): the likeliest token, the lowest id of equals."""
     blocks = _blocks(logits, -jnp.inf)
-    maxima = jnp.max(blocks, -1)
-    top = jnp.max(maxima, -1)
+    maxima, top = _maxima(blocks)
     return _store(_first_equal(blocks, maxima, top), top, last_ids, unpack(packed).slot)
 
 
@@ -147,8 +146,7 @@ def sample(
     """
     rows = unpack(packed)
     blocks = _blocks(logits, -jnp.inf)
-    maxima = jnp.max(blocks, -1)
-    top = jnp.max(maxima, -1)
+    maxima, top = _maxima(blocks)
     scale = _Scale(top, jnp.where(rows.temperature == 0.0, 1.0, rows.temperature), rows.min_p)
     picked = _pick(blocks, scale, _threshold(blocks, maxima, scale, rows), uniform[: len(top)])
     ids = jnp.where(rows.temperature == 0.0, _first_equal(blocks, maxima, top), picked)
@@ -191,6 +189,14 @@ def unpack(packed: jax.Array) -> Rows:
     ints = [packed[:, i] for i in range(len(_INTS))]
     floats = [lax.bitcast_convert_type(packed[:, len(_INTS) + i], jnp.float32) for i in range(len(_FLOATS))]
     return Rows(*ints, *floats)
+
+
+def _maxima(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit of each block [rows, blocks] and of each row [rows], NaN where the row holds one."""
+    # XLA:CPU's max passes over NaN.
+    num_nan = jnp.sum(jnp.where(jnp.isnan(blocks), 1.0, 0.0), (1, 2))
+    maxima = jnp.max(blocks, -1)
+    return maxima, jnp.where(num_nan > 0, jnp.nan, jnp.max(maxima, -1))
 
 
 def _first_equal(blocks: jax.Array, maxima: jax.Array, top: jax.Array) -> jax.Array:
