@@ -13,6 +13,7 @@ from serving.interfaces import Engine
 
 MAX_LISTED = 128
 MAX_CELLS = 1024
+MIN_SHOWN_BLOCKS = 512
 FREE, IDLE, SHARED, HELD = -1, -2, -3, -4
 MAX_AGE_S = 0.25
 # One page from one origin: nothing else may be loaded or contacted, whatever ends up in the page.
@@ -53,19 +54,27 @@ def picture(state: State) -> dict[str, Any]:
         "num_blocks": pool.num_blocks,
         "num_held_blocks": len(pool.counts),
         "num_idle_blocks": len(pool.idle),
+        "num_shown_blocks": num_shown_blocks(state),
         "cells": cells(state),
     }
 
 
+def num_shown_blocks(state: State) -> int:
+    """Pools take their lowest blocks first, so of a large one the page shows as many as cover those in use."""
+    highest = max((max(sequence.blocks, default=0) for sequence in state.running), default=0)
+    return min(state.pool.num_blocks, max(MIN_SHOWN_BLOCKS, 1 << highest.bit_length()))
+
+
 def cells(state: State) -> list[int]:
-    """The pool block by block, or every k-th block where it has more than MAX_CELLS.
+    """The shown blocks one by one, or every k-th where there are more than MAX_CELLS.
 
     A cell holds the position in `running` of the block's owner, or FREE, IDLE (cached, nobody holds it), SHARED, or
     HELD (by a sequence that is not running).
     """
     pool = state.pool
-    num_cells = min(pool.num_blocks, MAX_CELLS)
-    shown = [cell * pool.num_blocks // num_cells for cell in range(num_cells)]
+    num_shown = num_shown_blocks(state)
+    num_cells = min(num_shown, MAX_CELLS)
+    shown = [cell * num_shown // num_cells for cell in range(num_cells)]
     wanted = set(shown)
     owners = {
         block_id: position

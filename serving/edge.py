@@ -17,7 +17,7 @@ from serving.metrics import HttpMetrics
 log = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
-# Asked several times a second by pages and probes: worth a log line only when they fail.
+# Asked several times a second by pages and probes; 503 is one of their answers, not a fault.
 _POLLED = ("/health", "/ready", "/metrics", "/debug/state")
 
 
@@ -65,7 +65,7 @@ class Edge:
         route = self._route_of.get(scope.get("endpoint"), "unmatched")
         self._metrics.end(route, scope["method"], status, notes.get("error"), duration_s)
         fields = {"id": request_id, "route": route, "status": status, "duration_s": f"{duration_s:.4f}"}
-        level = logging.DEBUG if route in _POLLED and status < 400 else logging.INFO
+        level = logging.DEBUG if route in _POLLED and status in (200, 503) else logging.INFO
         log.log(level, "event=request %s", " ".join(f"{name}={value}" for name, value in (fields | notes).items()))
 
 

@@ -37,9 +37,13 @@ def test_blocks_of_a_shared_prefix_show_as_shared():
     assert dashboard.cells(state)[:4] == [dashboard.SHARED, dashboard.SHARED, 0, 1]
 
 
-def test_a_large_pool_shows_every_kth_block():
-    state = scheduler.init(SchedulerConfig(num_blocks=5000))
-    assert dashboard.cells(state) == [dashboard.FREE] * dashboard.MAX_CELLS
+def test_of_a_large_pool_the_page_shows_what_covers_the_blocks_in_use():
+    state = scheduler.init(SchedulerConfig(num_blocks=5000, max_model_len=40_000, max_num_batched_tokens=32_768))
+    assert dashboard.cells(state) == [dashboard.FREE] * dashboard.MIN_SHOWN_BLOCKS
+    state, _ = scheduler.update(state, Arrived(Request(0, prompt_len=32_000, max_tokens=8), (), now_us=0))
+    state, _ = scheduler.update(state, StepDue(now_us=0))
+    assert dashboard.num_shown_blocks(state) == 2048
+    assert dashboard.cells(state) == [0] * 1000 + [dashboard.FREE] * 24
 
 
 def test_many_watchers_cost_one_picture(engine):
