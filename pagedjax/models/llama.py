@@ -12,27 +12,29 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.core.errors import ConfigError
-from pagedjax.models import rope
-from pagedjax.models.attention import Attention
+from pagedjax.models.attention import Attention, mixer
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.fill import Part, fill
 from pagedjax.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from pagedjax.models.stack import Heads, run_layers
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
 
 
 class LlamaLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, *, dtype: Any, backend: AttentionBackend) -> None:
+    """A `stack.DecoderLayer`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, dtype=dtype, backend=backend)
+        self.self_attn = Attention(config, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
 
-    def __call__(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], cache: KVBlocks, ragged: Ragged
-    ) -> tuple[jax.Array, KVBlocks]:
-        attended, cache = self.self_attn(self.input_layernorm(x), turns, cache, ragged)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+    def before(self, x: jax.Array) -> Heads:
+        return self.self_attn.heads(self.input_layernorm(x))
+
+    def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + self.self_attn.merge(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -41,9 +43,9 @@ class LlamaForCausalLM(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: Any, backend: AttentionBackend) -> None:
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"Llama with hidden_act {config.hidden_act!r} is not supported; known: silu")
-        self.config = config
+        self.config, self.backend = config, backend
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([LlamaLayer(config, dtype=dtype, backend=backend) for _ in range(config.num_layers)])
+        self.layers = nnx.List([LlamaLayer(config, dtype=dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
@@ -51,16 +53,14 @@ class LlamaForCausalLM(nnx.Module):
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, caches: tuple[KVBlocks, ...], ragged: Ragged
     ) -> tuple[jax.Array, tuple[KVBlocks, ...]]:
-        """token_ids and positions [tokens], one cache a layer: (hidden [tokens, hidden] after the norm, caches)."""
-        config = self.config
-        frequencies = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        turns = rope.tables(positions, frequencies)
-        x = self.embed_tokens(token_ids)
-        new = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, turns, cache, ragged)
-            new.append(cache)
-        return self.norm(x), tuple(new)
+        """token_ids and positions [tokens], caches of `stack.init_caches`: (hidden [tokens, hidden], caches).
+
+        `hidden` is after the final norm.
+        Raises ValueError unless there is one cache of all layers or one a layer.
+        """
+        mix = mixer(self.backend, self.config, positions, ragged)
+        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix)
+        return self.norm(x), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every token from normed hidden states [n, hidden]: [n, vocab], float32."""
@@ -110,9 +110,7 @@ def parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     return found
 
 
-def _linear(
-    target: str, source: str, outs: dict[str, int], num_in: int, *, bias: bool
-) -> dict[str, tuple[Part, ...]]:
+def _linear(target: str, source: str, outs: dict[str, int], num_in: int, *, bias: bool) -> dict[str, tuple[Part, ...]]:
     found = {f"{target}.weight": tuple(Part(f"model.{source}.{n}.weight", (out, num_in)) for n, out in outs.items())}
     if bias:
         found[f"{target}.bias"] = tuple(Part(f"model.{source}.{n}.bias", (out,)) for n, out in outs.items())

@@ -23,7 +23,10 @@ class Ragged(NamedTuple):
 
 
 class KVBlocks(NamedTuple):
-    """One layer's cache. Axis 0 of each leaf counts blocks; the rest belongs to the backend."""
+    """The cache of one layer or of several. Leaves are [num_blocks, num_layers, …]; the rest belongs to the backend.
+
+    Layers behind blocks: a block's bytes of all layers are one run, to be moved between memories at once.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -42,17 +45,19 @@ class AttentionShape(NamedTuple):
 class AttentionBackend:
     """One way to run the op. The functions are module-level ones, so that backends compare and hash.
 
-    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)` gives one layer's zeroed cache.
+    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, num_layers=1)` gives a zeroed cache.
     `block_bytes(block_size, num_kv_heads, head_dim, dtype)` gives the bytes of one block of one layer.
-    `attend(q, k, v, cache, ragged, *, scale)` writes k, v [tokens, kv_heads, head_dim] at `ragged.slots`, then attends
-    causally from q [tokens, heads, head_dim] and gives (out like q, zero for padding tokens; the new cache). The cache
-    is updated in place when the caller's jit donates it.
+    `attend(q, k, v, cache, ragged, *, scale, layer=0)` writes k, v [tokens, kv_heads, head_dim] at `ragged.slots` of
+    that layer (an int or a traced int32), then attends causally from q [tokens, heads, head_dim] and gives (out like q,
+    zero for padding tokens; the new cache). The cache is updated in place when the caller's jit donates it.
+    `prefers_loop` says that compiling `attend` once a layer is dear, so that models had better loop over layers.
     """
 
     name: str
-    init_cache: Callable[[int, int, int, int, Any], KVBlocks]
+    init_cache: Callable[..., KVBlocks]
     block_bytes: Callable[[int, int, int, Any], int]
     attend: Callable[..., tuple[jax.Array, KVBlocks]]
+    prefers_loop: bool = False
 
 
 def kv_block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:

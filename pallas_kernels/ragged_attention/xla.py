@@ -9,7 +9,7 @@ live context and neither the table's width nor the longest row:
 * prefill: the chunks are cut into tiles of `prefill_q` query tokens; a tile walks its row's context up to its own last
   position, `prefill_kv` tokens at a time.
 
-Layout: K and V as [num_blocks, block_size, kv_heads * head_dim], so that a gathered block is one contiguous run. Up to
+Layout: K and V as [num_blocks, num_layers, block_size, kv_heads * head_dim], so that a gathered block is one run. Up to
 `packed_heads` KV heads share a dot whose queries are laid out block-diagonally: that multiplies zeros, but reads K and
 V as they lie, and XLA:CPU loses more by transposing (2-core EPYC: 2.2 ms against 6.4 for 16k tokens of 3 KV heads).
 
@@ -17,67 +17,67 @@ Bytes: a decode row reads its context once, a prefill tile the context below it.
 group and block size are free. On CPU, XLA runs the loop's pieces one after the other, each on all cores.
 """
 
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_attention.interface import AttentionBackend, KVBlocks, Ragged, kv_block_bytes, write_slots
+from pallas_kernels.ragged_attention.pieces import Pieces
 from pallas_kernels.ragged_attention.tiles import XlaTiles, xla_tiles
 
 # Far below any score, yet finite: the difference of two of them is 0, not NaN.
 MASKED = -1e30
 
 
-class Pieces(NamedTuple):
-    """A list of equal pieces of work over rows: row r owns `ends[r] - ends[r - 1]` of them."""
-
-    ends: jax.Array  # [rows]
-
-    @classmethod
-    def of(cls, counts: jax.Array) -> "Pieces":
-        return cls(jnp.cumsum(counts))
-
-    @property
-    def total(self) -> jax.Array:
-        return self.ends[-1]
-
-    def locate(self, pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(row, index within the row) of each piece; past the end, the last row and an index past its own."""
-        row = jnp.sum(self.ends <= pieces[..., None], axis=-1, dtype=jnp.int32)
-        row = jnp.minimum(row, self.ends.shape[0] - 1)
-        return row, pieces - jnp.where(row > 0, self.ends[row - 1], 0)
-
-
-def init_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVBlocks:
-    """Zeroed K and V, [num_blocks, block_size, kv_heads * head_dim] each."""
-    shape = (num_blocks, block_size, num_kv_heads * head_dim)
+def init_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, num_layers: int = 1
+) -> KVBlocks:
+    """Zeroed K and V, [num_blocks, num_layers, block_size, kv_heads * head_dim] each."""
+    shape = (num_blocks, num_layers, block_size, num_kv_heads * head_dim)
     return KVBlocks(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: KVBlocks, ragged: Ragged, *, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVBlocks,
+    ragged: Ragged,
+    *,
+    scale: float,
+    layer: int | jax.Array = 0,
+    tiles: XlaTiles | None = None,
 ) -> tuple[jax.Array, KVBlocks]:
-    """See `AttentionBackend`."""
-    return attend_tiled(q, k, v, cache, ragged, scale=scale, tiles=xla_tiles(q.shape[0]))
-
-
-def attend_tiled(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: KVBlocks, ragged: Ragged, *, scale: float, tiles: XlaTiles
-) -> tuple[jax.Array, KVBlocks]:
-    """`attend` with given tiles, for tests and tuning."""
+    """See `AttentionBackend`. `tiles` are for tests and tuning."""
     num_tokens, kv_heads = k.shape[:2]
-    cache = KVBlocks(*(_write(c, x, ragged.slots) for c, x in zip(cache, (k, v))))
+    tiles = tiles or xla_tiles(num_tokens)
+    ragged = _in_layer(ragged, layer, cache)
+    flat = KVBlocks(*(_write(c, x, ragged.slots) for c, x in zip(cache, (k, v))))
     grouped = q.reshape(num_tokens, kv_heads, -1, q.shape[-1])  # [tokens, kv_heads, group, head_dim]
-    out = _decode(grouped, cache, ragged, scale, tiles)
-    out = _prefill(grouped, out, cache, ragged, scale, tiles)
-    return out.reshape(q.shape).astype(q.dtype), cache
+    out = _decode(grouped, flat, ragged, scale, tiles)
+    out = _prefill(grouped, out, flat, ragged, scale, tiles)
+    new = KVBlocks(*(x.reshape(c.shape) for x, c in zip(flat, cache)))
+    return out.reshape(q.shape).astype(q.dtype), new
+
+
+def _in_layer(ragged: Ragged, layer: int | jax.Array, cache: KVBlocks) -> Ragged:
+    """Tables and slots that count blocks of one layer: the layers' blocks alternate in the flat cache."""
+    num_layers, block_size = cache.k.shape[1:3]
+    blocks, offsets = ragged.slots // block_size, ragged.slots % block_size
+    return ragged._replace(
+        block_tables=ragged.block_tables * num_layers + layer,
+        slots=jnp.where(ragged.slots < 0, -1, (blocks * num_layers + layer) * block_size + offsets),
+    )
 
 
 def _write(cached: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
-    flat = cached.reshape(-1, cached.shape[-1])
-    return write_slots(flat, values.reshape(values.shape[0], -1), slots).reshape(cached.shape)
+    """The flat cache [num_blocks * num_layers, block_size, kv_heads * head_dim] with `values` at `slots`."""
+    block_size, columns = cached.shape[2:]
+    flat = cached.reshape(-1, columns)
+    return write_slots(flat, values.reshape(-1, columns), slots).reshape(-1, block_size, columns)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -163,9 +163,7 @@ def _fold(state: Running, partial: Running, row: jax.Array, live: jax.Array) -> 
 # --- prefill ----------------------------------------------------------------------------------------------------------
 
 
-def _prefill(
-    q: jax.Array, out: jax.Array, cache: KVBlocks, ragged: Ragged, scale: float, tiles: XlaTiles
-) -> jax.Array:
+def _prefill(q: jax.Array, out: jax.Array, cache: KVBlocks, ragged: Ragged, scale: float, tiles: XlaTiles) -> jax.Array:
     """`out` [tokens, kv_heads, group, head_dim] with the tokens of the rows past the decode rows filled in."""
     num_tokens = q.shape[0]
     tile = tiles.prefill_q
@@ -262,7 +260,7 @@ def _packs(kv_heads: int, packed: int) -> list[slice]:
     """KV heads in the fewest even runs of at most `packed`."""
     runs = -(-kv_heads // packed)
     bounds = [kv_heads * i // runs for i in range(runs + 1)]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def _columns(x: jax.Array, heads: slice, head_dim: int) -> jax.Array:
@@ -290,4 +288,4 @@ def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-BACKEND = AttentionBackend("xla", init_cache, kv_block_bytes, attend)
+BACKEND = AttentionBackend("xla", init_cache, kv_block_bytes, attend, prefers_loop=True)

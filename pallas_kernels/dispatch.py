@@ -1,0 +1,85 @@
+"""Choose how to run an op here, and say why the other ways were refused."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, pallas_triton, reference, xla
+
+
+class Candidate(NamedTuple):
+    """A backend, and `refuse(platform, shape, dtype)`: the reason why it can't run there, or None.
+
+    One with `only_when_wished` is never chosen by itself.
+    """
+
+    backend: AttentionBackend
+    refuse: Callable[[str, AttentionShape, Any], str | None]
+    only_when_wished: bool = False
+
+
+class Choice(NamedTuple):
+    """The backend to use, and the reasons against the others by name, in order of preference."""
+
+    backend: AttentionBackend
+    refused: Mapping[str, str]
+
+
+def _always(platform: str, shape: AttentionShape, dtype: Any) -> None:
+    return None
+
+
+# In order of preference.
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
+    {
+        "ragged_attention": (
+            Candidate(pallas_triton.BACKEND, pallas_triton.refuse),
+            Candidate(xla.BACKEND, _always),
+            Candidate(pallas_triton.INTERPRETED, pallas_triton.refuse_interpreted, only_when_wished=True),
+            Candidate(reference.BACKEND, _always, only_when_wished=True),
+        )
+    }
+)
+
+
+def names(op: str) -> tuple[str, ...]:
+    """The backends that can be wished for."""
+    return tuple(candidate.backend.name for candidate in CANDIDATES[op])
+
+
+def choose(op: str, *, platform: str, shape: AttentionShape, dtype: Any, wish: str | None = None) -> Choice:
+    """The first backend of `op` that can run `shape` in `dtype` on `platform` ("cpu", "gpu"), or the wished one.
+
+    Raises KeyError for an unknown op, ValueError for an unknown wish or a shape that no model can have, and
+    NotImplementedError, with the reasons, if the wished backend (or, without a wish, every backend) refuses.
+    """
+    _check(shape)
+    if wish is not None and wish not in names(op):
+        raise ValueError(f"{op} has no backend {wish!r}; it has {', '.join(names(op))}")
+    refused, chosen = {}, None
+    for candidate in CANDIDATES[op]:
+        name = candidate.backend.name
+        reason = candidate.refuse(platform, shape, jnp.dtype(dtype))
+        if reason is not None:
+            refused[name] = reason
+        elif wish is not None and name != wish:
+            refused[name] = f"{wish} is wished"
+        elif wish is None and candidate.only_when_wished:
+            refused[name] = "runs only when wished for: it is slow"
+        elif chosen is not None:
+            refused[name] = f"{chosen.name} is preferred"
+        else:
+            chosen = candidate.backend
+    if chosen is None:
+        reasons = {wish: refused[wish]} if wish else refused
+        raise NotImplementedError(f"{op}: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    return Choice(chosen, MappingProxyType(refused))
+
+
+def _check(shape: AttentionShape) -> None:
+    if min(shape) < 1:
+        raise ValueError(f"{shape} must be positive throughout")
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"{shape.num_heads} heads do not divide among {shape.num_kv_heads} KV heads")
