@@ -73,16 +73,6 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("
     return max(min(free, limit), 0)
 
 
-def allocate(
-    model: ModelConfig, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: Any
-) -> tuple[KVBlocks, ...]:
-    """A zeroed cache, one value a layer."""
-    return tuple(
-        backend.init_cache(num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
-        for _ in range(model.num_layers)
-    )
-
-
 def pointers(caches: tuple[KVBlocks, ...]) -> tuple[int, ...]:
     """The addresses of the cache's buffers: equal from step to step as long as it is updated in place."""
     return tuple(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches))

@@ -18,6 +18,7 @@ from flax import nnx
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.plan import StepPlan
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.stack import init_caches
 from pagedjax.runtime import batch as batches
 from pagedjax.runtime import compiles, kv_cache, programs, sampler
 from pagedjax.runtime.batch import DeviceBatch
@@ -107,8 +108,12 @@ class Runner:
         The token table stays."""
         scheduler = self._scheduler
         self._caches: Any = None  # freed before the next is allocated
-        self._caches = kv_cache.allocate(
-            self._config, self._backend, scheduler.num_blocks, scheduler.block_size, self._dtype
+        self._caches = init_caches(
+            self._config,
+            self._backend,
+            num_blocks=scheduler.num_blocks,
+            block_size=scheduler.block_size,
+            dtype=self._dtype,
         )
         self._last_ids = jax.device_put(np.zeros(self._num_slots + 1, np.int32))
         self._penalties: jax.Array | None = None

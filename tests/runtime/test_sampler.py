@@ -173,7 +173,13 @@ PENALTIES = [
     {"frequency_penalty": -0.4},
     {"logit_bias": {3: 5.0, 50: -100.0}},
     {"min_tokens": 4},
-    {"repetition_penalty": 0.8, "presence_penalty": -1.0, "frequency_penalty": 0.3, "logit_bias": {2: 1.0}, "min_tokens": 9},
+    {
+        "repetition_penalty": 0.8,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.3,
+        "logit_bias": {2: 1.0},
+        "min_tokens": 9,
+    },
 ]
 
 

@@ -1,0 +1,69 @@
+"""The cache's size, and the messages about it."""
+
+import jax.numpy as jnp
+import pytest
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.errors import ConfigError
+from pagedjax.runtime import kv_cache
+from pagedjax.runtime.config import RuntimeConfig
+from pallas_kernels.ragged_attention import xla
+from tests.runtime.tiny import CONFIG
+
+SCHEDULER = SchedulerConfig(block_size=16, max_model_len=1024, max_num_seqs=4)
+MIB = 2**20
+
+
+def test_block_bytes_are_what_is_allocated():
+    caches = init_caches(CONFIG, xla.BACKEND, num_blocks=10, block_size=16, dtype=jnp.float32)
+    allocated = sum(leaf.nbytes for cache in caches for leaf in cache)
+    assert len(caches) == CONFIG.num_layers
+    assert allocated == 10 * kv_cache.block_bytes(CONFIG, xla.BACKEND, 16, jnp.float32)
+
+
+def test_memory_that_is_asked_for_is_used():
+    runtime = RuntimeConfig(kv_cache_memory=0.5)
+    assert kv_cache.choose_num_blocks(runtime, SCHEDULER, MIB) == 512
+
+
+def test_an_automatic_size_stops_at_what_can_be_used(monkeypatch):
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 2**40)
+    assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, 1024) == 4 * 64
+
+
+def test_an_automatic_size_leaves_most_of_the_memory(monkeypatch):
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 500 * MIB)
+    assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB) == 200
+
+
+def test_an_override_is_taken_as_it_is():
+    assert kv_cache.choose_num_blocks(RuntimeConfig(num_gpu_blocks_override=3), SCHEDULER, MIB) == 3
+
+
+def test_too_little_memory_names_the_numbers_and_the_flags():
+    with pytest.raises(ConfigError) as refused:
+        kv_cache.choose_num_blocks(RuntimeConfig(kv_cache_memory=0.03125), SCHEDULER, MIB)
+    for part in ("1024", "0.0625 GiB are needed", "0.0312 GiB are available", "--kv-cache-memory", "--max-model-len"):
+        assert part in str(refused.value)
+
+
+def test_free_memory_is_the_least_of_the_machines_and_the_containers(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    3000 kB\n")
+    assert kv_cache.free_host_bytes(meminfo, tmp_path) == 3000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert kv_cache.free_host_bytes(meminfo, tmp_path) == 3000 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert kv_cache.free_host_bytes(meminfo, tmp_path) == 4000
+
+
+def test_unreadable_memory_asks_for_the_flag(tmp_path):
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        kv_cache.free_host_bytes(tmp_path / "none", tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"kv_cache_memory": 0}, {"num_gpu_blocks_override": 0}, {"num_compile_threads": 0}])
+def test_sizes_below_one_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RuntimeConfig(**wrong)
