@@ -6,6 +6,7 @@ While the model loads /health answers already, /ready and the API say 503, and a
 """
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -35,7 +36,8 @@ def serve(
     max_body_bytes: int = MAX_BODY_BYTES,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until a signal and returns the exit status: 0, or 1 if the engine died.
+    """Serves until a signal and returns the exit status: 0, or 1 if the engine died. A signal that comes while the
+    model still loads ends the process here, with 128 + its number.
 
     The port is taken before the engine is made, so that a port in use is found before a model is loaded.
     `on_ready` is called with the URL once the model is loaded. Raises ConfigError, and what the engine raises.
@@ -44,9 +46,14 @@ def serve(
     try:
         app = create_app(make_engine(), max_body_bytes=max_body_bytes)
         server = DrainingServer(app, listener, drain_timeout_s, on_ready)
-        return server.serve_until_signal()
+        status = server.serve_until_signal()
     finally:
         listener.close()
+    if server.left_loading:
+        # Compiling threads cannot be stopped, and the interpreter would wait for all that they still have to do.
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -102,6 +109,11 @@ class DrainingServer(uvicorn.Server):
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
+    @property
+    def left_loading(self) -> bool:
+        """Whether it stopped before the engine had started."""
+        return not self._has_started
+
     def serve_until_signal(self) -> int:
         try:
             self.run(sockets=[self._listener])
@@ -118,6 +130,8 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs inside whatever the signal interrupted: only counts."""
         self._num_signals += 1
+        if not self._has_started:
+            self._exit_status = 128 + sig
         self.force_exit = self.force_exit or self._num_signals > 2
 
     async def on_tick(self, counter: int) -> bool:

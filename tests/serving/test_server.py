@@ -164,3 +164,12 @@ def test_an_engine_that_stays_dead_ends_the_process_with_an_error(engine, monkey
     engine.alive = False
     server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0)
     assert server.serve_until_signal() == 1
+
+
+def test_a_signal_while_the_model_loads_leaves_at_once_with_its_number(engine):
+    engine.loading = True
+    server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 60.0)
+    threading.Timer(0.3, server.handle_exit, (15, None)).start()
+    assert server.serve_until_signal() == 143
+    assert server.left_loading
+    assert not engine.stopped
