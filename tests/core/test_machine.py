@@ -1,0 +1,91 @@
+"""Hypothesis looks for an order of events that breaks the scheduler: all kinds, in any order, on small tight worlds."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from pagedjax.core.state import Phase
+from tests.core.world import World
+
+LIMITS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 2, 4]),
+        "num_blocks": st.integers(4, 20),
+        "max_num_seqs": st.integers(1, 4),
+        "max_num_batched_tokens": st.integers(4, 12),
+        "max_model_len": st.just(24),
+        "async_scheduling": st.booleans(),
+        "enable_prefix_caching": st.booleans(),
+        "max_queued_requests": st.sampled_from([2, 100]),
+        "stop_every": st.sampled_from([0, 3]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every event is followed by `check`, by conservation of requests and, on the device, by a look at what is read."""
+
+    @initialize(limits=LIMITS)
+    def start(self, limits):
+        self.world = World(**limits)
+
+    @rule(
+        shared=st.integers(0, 8), own=st.lists(st.integers(0, 1), min_size=1, max_size=5), max_tokens=st.integers(1, 9)
+    )
+    def arrive(self, shared, own, max_tokens):
+        self.world.arrive([7] * shared + own, max_tokens)
+
+    @rule(priority=st.integers(-2, 2), prompt_len=st.integers(1, 14))
+    def arrive_with_priority(self, priority, prompt_len):
+        self.world.arrive(prompt_len, 4, priority)
+
+    @rule(which=st.integers(0, 30))
+    def abort(self, which):
+        self.world.abort(which)
+
+    @rule()
+    def step_due(self):
+        top = self.best_ranked()
+        self.world.due()
+        self.check_progress(top)
+
+    @precondition(lambda self: self.world.state.in_flight)
+    @rule()
+    def step_done(self):
+        top = self.best_ranked()
+        self.world.done()
+        self.check_progress(top)
+
+    def best_ranked(self):
+        """The best-ranked sequence that still runs."""
+        return next((s.sequence_id for s in self.world.state.running if s.phase is Phase.RUNNING), None)
+
+    def check_progress(self, top):
+        sequence = None if top is None else self.world.sequence(top)
+        assert top not in self.world.waiting(), "the best-ranked running sequence was preempted"
+        assert sequence is None or sequence.phase is not Phase.YIELDING, "the best-ranked running sequence must yield"
+
+    def teardown(self):
+        """With no more arrivals everything finishes within a bound, and every block comes back."""
+        if not hasattr(self, "world"):
+            return
+        bound = self.world.step_bound()
+        assert self.world.run() <= bound, "it took too many steps to finish what was there"
+        pool = self.world.state.pool
+        assert len(self.world.finished) + len(self.world.rejected) == len(self.world.tokens)
+        assert pool.num_free == pool.num_blocks
+        assert not self.world.state.pending
+
+
+def test_no_order_of_events_breaks_the_scheduler():
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=80,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

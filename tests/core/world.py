@@ -1,0 +1,276 @@
+"""A scheduler with callers and a device around it, for tests.
+
+The device is a dictionary from slot to a fingerprint of the whole prefix that ends there. A row first checks that every
+cached position it reads holds its own prefix, as the steps before left it, then writes its own. So a block that is
+shared wrongly, read before it was computed or reused too early is seen at once, and the token that a row samples, a
+function of its fingerprint, is the same however the sequence was scheduled. `check` runs after every event.
+"""
+
+import random
+from collections import deque
+from typing import Any
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.invariants import check
+from pagedjax.core.plan import Row, RowResult, StepPlan
+from pagedjax.core.prefix import ROOT_HASH, hash_block
+from pagedjax.core.request import FinishReason, Request
+from pagedjax.core.scheduler import init, update
+from pagedjax.core.state import (
+    Aborted,
+    Arrived,
+    Effect,
+    Event,
+    Finish,
+    Preempt,
+    Reject,
+    RunStep,
+    Sequence,
+    State,
+    StepDone,
+    StepDue,
+)
+from pagedjax.core.waiting import in_rank_order
+
+SMALL = {
+    "block_size": 4,
+    "num_blocks": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+    "async_scheduling": False,
+}
+
+
+class World:
+    """`stop_every` ends a sequence whenever the sampled token is a multiple of it."""
+
+    def __init__(self, *, stop_every: int = 0, **limits: int) -> None:
+        self.state: State = init(SchedulerConfig(**(SMALL | limits)))
+        self.stop_every = stop_every
+        self.now_us = 0
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}  # what the host knows, by sequence id
+        self.on_device: dict[int, list[int]] = {}  # and what was sampled ahead of it
+        self.cache: dict[int, int] = {}
+        self.sampled: deque[dict[int, int]] = deque()
+        self.ended: set[int] = set()
+        self.finished: dict[int, FinishReason] = {}
+        self.rejected: dict[int, Reject] = {}
+        self.preempted: list[int] = []
+        self.num_computed = 0
+        self.num_discarded = 0
+        self.log: list[tuple[Event, tuple[Effect, ...]]] = []
+
+    # ---- events
+
+    def arrive(self, prompt: int | list[int], max_tokens: int = 4, priority: int = 0) -> int:
+        """A request: a prompt of so many tokens, equal to no other one, or these tokens."""
+        sequence_id = len(self.tokens)
+        if isinstance(prompt, int):
+            prompt = [1000 * (sequence_id + 1) + i for i in range(prompt)]
+        self.tokens[sequence_id], self.on_device[sequence_id] = list(prompt), list(prompt)
+        request = self.requests[sequence_id] = Request(sequence_id, len(prompt), max_tokens, priority)
+        self.send(Arrived(request, self.names(sequence_id), self.tick()))
+        return sequence_id
+
+    def abort(self, sequence_id: int) -> tuple[Effect, ...]:
+        if sequence_id in self.tokens:
+            self.ended.add(sequence_id)
+        return self.send(Aborted(sequence_id, self.tick()))
+
+    def due(self) -> StepPlan | None:
+        """Ask for a step and run it on the device, unless there is none to plan."""
+        effects = self.send(StepDue(self.tick()))
+        return effects[-1].plan if effects and isinstance(effects[-1], RunStep) else None
+
+    def done(self) -> tuple[Effect, ...]:
+        """Tell the scheduler what the oldest step in flight gave."""
+        plan, sampled = self.state.in_flight[0], self.sampled.popleft()
+        results = tuple(self._result(row, sampled.get(row.sequence_id)) for row in plan.rows)
+        return self.send(StepDone(plan.plan_id, results, self.tick()))
+
+    def step(self) -> StepPlan | None:
+        """One whole step; whatever is in flight is done first and last."""
+        while self.state.in_flight:
+            self.done()
+        plan = self.due()
+        while self.state.in_flight:
+            self.done()
+        return plan
+
+    def run(self) -> int:
+        """Run until nobody is left, as far ahead as is allowed; the number of plans that took."""
+        num_plans = 0
+        while self.state.running or self.state.waiting.places:
+            plan = self.due()
+            num_plans += plan is not None
+            if plan is None or len(self.state.in_flight) == self.state.config.max_steps_in_flight:
+                assert self.state.in_flight, "stuck: there is work, but nothing is planned and nothing is in flight"
+                self.done()
+        while self.state.in_flight:
+            self.done()
+        return num_plans
+
+    def send(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = update(self.state, event)
+        self.log.append((event, effects))
+        check(self.state)
+        for effect in effects:
+            self._carry_out(effect)
+        self._check_conservation()
+        return effects
+
+    def tick(self) -> int:
+        self.now_us += 1
+        return self.now_us
+
+    # ---- questions
+
+    def sequence(self, sequence_id: int) -> Sequence | None:
+        """A running sequence."""
+        return next((s for s in self.state.running if s.sequence_id == sequence_id), None)
+
+    def running(self) -> list[int]:
+        return [s.sequence_id for s in self.state.running]
+
+    def waiting(self) -> list[int]:
+        return [s.sequence_id for s in in_rank_order(self.state.waiting)]
+
+    def output(self, sequence_id: int) -> list[int]:
+        return self.tokens[sequence_id][self.requests[sequence_id].prompt_len :]
+
+    def effects(self, kind: type) -> list[Any]:
+        """All effects of one kind so far."""
+        return [effect for _, effects in self.log for effect in effects if isinstance(effect, kind)]
+
+    def names(self, sequence_id: int) -> tuple[bytes, ...]:
+        """The names of the full blocks of a sequence's tokens so far."""
+        tokens, size, names = self.tokens[sequence_id], self.state.config.block_size, [ROOT_HASH]
+        for start in range(0, len(tokens) - size + 1, size):
+            names.append(hash_block(names[-1], b"".join(t.to_bytes(4, "little") for t in tokens[start : start + size])))
+        return tuple(names[1:])
+
+    def step_bound(self) -> int:
+        """No more plans than this are needed to finish what is here, if nothing more arrives.
+
+        Of any three plans one at least advances the best-ranked sequence that runs: it is never preempted, and what it
+        lacks, blocks or tokens, others give up or use up in the two others. So the sequences could be run one by one.
+        """
+        here = [self.requests[sequence_id] for sequence_id in (*self.running(), *self.waiting())]
+        return 3 * sum(request.prompt_len + request.max_tokens for request in here)
+
+    # ---- inside
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case RunStep(plan):
+                self._execute(plan)
+            case Preempt(sequence_id, _):
+                self.preempted.append(sequence_id)
+            case Finish(sequence_id, reason):
+                assert sequence_id not in self.finished, f"{sequence_id} finishes twice"
+                self.finished[sequence_id] = reason
+            case Reject(sequence_id, _, _):
+                self.rejected[sequence_id] = effect
+
+    def _execute(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            self._check_reads(row)
+        written = [slot for row in plan.rows for slot in self._write(row)]
+        assert len(set(written)) == len(written), "two rows write the same slot"
+        self.sampled.append({row.sequence_id: self._sample(row) for row in plan.rows if row.samples})
+        self.num_computed += plan.num_tokens
+
+    def _check_reads(self, row: Row) -> None:
+        prints = fingerprints(self.on_device[row.sequence_id][: row.start])
+        for position, fingerprint in enumerate(prints):
+            found = self.cache.get(self._slot(row, position))
+            assert found == fingerprint, f"{row} reads a foreign token at {position}"
+
+    def _write(self, row: Row) -> list[int]:
+        end = row.start + row.length
+        prints = fingerprints(self.on_device[row.sequence_id][:end])
+        assert len(prints) == end, f"{row} goes past the tokens that are there"
+        assert row.samples == (end == len(self.on_device[row.sequence_id])), f"{row} samples at the wrong place"
+        slots = [self._slot(row, position) for position in range(row.start, end)]
+        self.cache.update(zip(slots, prints[row.start :]))
+        return slots
+
+    def _sample(self, row: Row) -> int:
+        tokens = self.on_device[row.sequence_id]
+        tokens.append(fingerprints(tokens)[-1] % 89 + 1)
+        return tokens[-1]
+
+    def _slot(self, row: Row, position: int) -> int:
+        size = self.state.config.block_size
+        return row.blocks[position // size] * size + position % size
+
+    def _result(self, row: Row, token: int | None) -> RowResult:
+        sequence_id, num_named = row.sequence_id, len(self.names(row.sequence_id))
+        if token is None or sequence_id in self.ended:
+            self.num_discarded += token is not None
+            return RowResult(sequence_id, 0)
+        self.tokens[sequence_id].append(token)
+        finish = self._finish(sequence_id, token)
+        if finish is not None:
+            self.ended.add(sequence_id)
+        return RowResult(sequence_id, 1, finish, self.names(sequence_id)[num_named:])
+
+    def _finish(self, sequence_id: int, token: int) -> FinishReason | None:
+        if self.stop_every and token % self.stop_every == 0:
+            return FinishReason.STOP
+        if len(self.output(sequence_id)) == self.requests[sequence_id].max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _check_conservation(self) -> None:
+        places = [*self.running(), *self.waiting(), *self.finished, *self.rejected]
+        assert sorted(places) == sorted(self.tokens), "a request is lost, or in two places"
+
+
+def fingerprints(tokens: list[int]) -> list[int]:
+    """For every position a number that stands for the whole prefix that ends there."""
+    prints, last = [], 0
+    for token in tokens:
+        last = (last * 1_000_003 + token + 1) % 2_147_483_647
+        prints.append(last)
+    return prints
+
+
+def random_world(seed: int, num_events: int = 300, **limits: int) -> World:
+    """A small world, often short of everything, after that many random events and then run until it is empty."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4])
+    world = World(
+        stop_every=rng.choice([0, 5]),
+        **{
+            "block_size": block_size,
+            "num_blocks": rng.randint(5, 24),
+            "max_num_seqs": rng.randint(1, 5),
+            "max_num_batched_tokens": rng.randint(5, 16),
+            "max_model_len": 32,
+            "async_scheduling": rng.random() < 0.7,
+            "enable_prefix_caching": rng.random() < 0.8,
+            "max_queued_requests": rng.choice([3, 100]),
+            **limits,
+        },
+    )
+    for _ in range(num_events):
+        random_event(world, rng)
+    bound = world.step_bound()
+    assert world.run() <= bound, "it took too many steps to finish what was there"
+    return world
+
+
+def random_event(world: World, rng: random.Random) -> None:
+    choice = rng.random()
+    if choice < 0.2:
+        prompt = [7] * rng.randint(0, 8) + [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
+        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1))
+    elif choice < 0.25 and world.tokens:
+        world.abort(rng.randrange(len(world.tokens)))
+    elif choice < 0.65:
+        world.due()
+    elif world.state.in_flight:
+        world.done()
