@@ -38,8 +38,10 @@ def _check_prefix_cache(state: State) -> None:
     for computed in state.pending:
         assert all(b in pool.counts for b in computed.values()), "a block being computed has no owner"
     for sequence in state.running:
+        uncomputed = sequence.blocks[sequence.num_computed // state.config.block_size :]
         writable = sequence.blocks[sequence.num_planned // state.config.block_size :]
-        assert all(pool.counts[b] == 1 and b not in cached for b in writable), "a writable block is shared"
+        assert not any(b in cached for b in uncomputed), "a block is in the prefix cache before it is computed"
+        assert all(pool.counts[b] == 1 for b in writable), "a writable block is shared"
 
 
 def _check_waiting(state: State) -> None:

@@ -10,7 +10,7 @@ import random
 from collections import deque
 from typing import Any
 
-from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.prefix import ROOT_HASH, hash_block
@@ -22,6 +22,7 @@ from pagedjax.core.state import (
     Effect,
     Event,
     Finish,
+    Phase,
     Preempt,
     Reject,
     RunStep,
@@ -113,9 +114,12 @@ class World:
         return num_plans
 
     def send(self, event: Event) -> tuple[Effect, ...]:
-        self.state, effects = update(self.state, event)
+        before = self.state
+        self.state, effects = update(before, event)
         self.log.append((event, effects))
         check(self.state)
+        self._check_victims(before)
+        self._check_admissions(before)
         for effect in effects:
             self._carry_out(effect)
         self._check_conservation()
@@ -223,6 +227,24 @@ class World:
         if len(self.output(sequence_id)) == self.requests[sequence_id].max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def _check_victims(self, before: State) -> None:
+        """Whoever must yield ranks below all that go on, and is not the only one."""
+        ran = {s.sequence_id: s for s in before.running if s.phase is Phase.RUNNING}
+        go_on = [s.rank for s in self.state.running if s.phase is Phase.RUNNING]
+        yielding = {s.sequence_id for s in self.state.running if s.phase is Phase.YIELDING} | set(self.waiting())
+        victims = [sequence for sequence_id, sequence in ran.items() if sequence_id in yielding]
+        assert not victims or (go_on and max(go_on) < min(s.rank for s in victims)), "a victim outranks a beneficiary"
+
+    def _check_admissions(self, before: State) -> None:
+        """Whoever is admitted has room for all its tokens and a block of headroom."""
+        size, num_free = self.state.config.block_size, before.pool.num_free
+        for sequence in self.state.running:
+            if sequence.sequence_id in before.waiting.places:
+                num_shared = sequence.num_cached // size
+                num_needed = num_blocks_for(min(sequence.num_tokens + size, sequence.max_len), size) - num_shared
+                assert num_needed <= num_free, "a sequence was admitted without headroom"
+                num_free -= len(sequence.blocks) - num_shared
 
     def _check_conservation(self) -> None:
         places = [*self.running(), *self.waiting(), *self.finished, *self.rejected]

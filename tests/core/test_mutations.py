@@ -1,0 +1,209 @@
+"""Bugs planted in the scheduler on purpose: the checks of the random worlds must catch every one of them.
+
+The right scheduler passes the same worlds in `test_random_runs`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from pagedjax.core import leaving, planning, scheduler, waiting
+from pagedjax.core.blocks import register
+from pagedjax.core.config import num_blocks_for
+from pagedjax.core.errors import SchedulerError
+from pagedjax.core.state import Cause, Phase, next_phase
+from tests.core.world import random_world
+
+NUM_WORLDS = 60
+
+
+def leak_all(give):
+    return lambda pool, blocks, names: pool
+
+
+def leak_one_block(give):
+    return lambda pool, blocks, names: give(pool, blocks[:-1], names)
+
+
+def free_twice(give):
+    return lambda pool, blocks, names: give(give(pool, blocks, names), blocks[:1], names[:1])
+
+
+def forget_names(give):
+    return lambda pool, blocks, names: give(pool, blocks, ())
+
+
+def share_without_counting(share):
+    return lambda pool, blocks: pool
+
+
+def share_without_leaving_the_idle_queue(share):
+    return lambda pool, blocks: share(pool, blocks)._replace(idle=pool.idle, idle_tickets=pool.idle_tickets)
+
+
+def take_one_block_too_few(take):
+    return lambda pool, num_blocks: take(pool, max(0, num_blocks - 1))
+
+
+def take_the_same_block_twice(take):
+    def mutant(pool, num_blocks):
+        pool, blocks = take(pool, num_blocks)
+        return pool, blocks[:1] * len(blocks)
+
+    return mutant
+
+
+def wrong_victim(victim_index):
+    return lambda running, beneficiary: next((i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None)
+
+
+def victim_is_always_the_beneficiary(victim_index):
+    return lambda running, beneficiary: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
+
+
+def free_a_victim_in_flight_at_once(make_room):
+    def mutant(running, beneficiary, num_new, pool):
+        pool = make_room(running, beneficiary, num_new, pool)
+        for i, sequence in enumerate(running):
+            if sequence.phase is Phase.YIELDING and sequence.blocks:
+                pool = planning.give(pool, sequence.blocks, sequence.block_hashes)
+                running[i] = sequence._replace(blocks=())
+        return pool
+
+    return mutant
+
+
+def admit_without_headroom(num_blocks_to_admit):
+    return lambda sequence, block_size: num_blocks_for(sequence.num_tokens, block_size)
+
+
+def reuse_the_last_token(max_prefix_blocks):
+    return lambda num_tokens, block_size: num_tokens // block_size
+
+
+def wrong_prefix(longest_prefix):
+    return lambda pool, pending, names: tuple(reversed(longest_prefix(pool, pending, names)))
+
+
+def stale_prefix(longest_prefix):
+    def mutant(pool, pending, names):
+        found = longest_prefix(pool, pending, names)
+        return (*found, *pool.idle_tickets)[: len(names)] if found else found
+
+    return mutant
+
+
+def share_too_short_a_prefix_of_names(longest_prefix):
+    return lambda pool, pending, names: longest_prefix(pool, pending, names[1:])
+
+
+def register_before_done(plan_step):
+    def mutant(state):
+        state, effects = plan_step(state)
+        if effects and state.pending:
+            state = replace(state, pool=register(state.pool, state.pending[-1].items()))
+        return state, effects
+
+    return mutant
+
+
+def register_under_a_neighbour_s_name(filled_blocks):
+    def mutant(plan, sequences, block_size):
+        named = filled_blocks(plan, sequences, block_size)
+        return list(zip([name for name, _ in named], [block_id for _, block_id in named[1:] + named[:1]]))
+
+    return mutant
+
+
+def lose_the_preempted(park):
+    return lambda line, sequence: line
+
+
+def stale_length_after_preemption(back_in_line):
+    return lambda sequence: back_in_line(sequence)._replace(num_tokens=sequence.request.prompt_len)
+
+
+def last_in_line_after_preemption(park):
+    return waiting.enqueue
+
+
+def admit_and_leave_in_line(remove):
+    return lambda line, sequence: line
+
+
+def drop_accepted_tokens(accept):
+    return lambda s, row, result, config: accept(s, row, result, config)._replace(num_tokens=s.num_tokens)
+
+
+def count_one_step_too_many_in_flight(accept):
+    return lambda s, row, result, config: accept(s, row, result, config)._replace(num_in_flight=s.num_in_flight)
+
+
+def compute_what_is_computed_already(plan_row):
+    def mutant(batch, sequence, length, block_size):
+        back = max(0, sequence.num_planned - 1)
+        return plan_row(batch, sequence._replace(num_planned=back), length, block_size)
+
+    return mutant
+
+
+def finish_at_once_though_in_flight(drain):
+    def mutant(state):
+        leaves = [s for s in state.running if s.phase is Phase.ABORTING]
+        running = tuple(s._replace(num_in_flight=0) if s in leaves else s for s in state.running)
+        return drain(replace(state, running=running))
+
+    return mutant
+
+
+def forget_the_abort(abort):
+    return lambda sequence: sequence
+
+
+def plan_the_aborted(abort):
+    return lambda s: s._replace(phase=next_phase(next_phase(Phase.WAITING, Cause.ADMIT), Cause.PREEMPT))
+
+
+MUTANTS = [
+    (leaving, "give", leak_all),
+    (leaving, "give", leak_one_block),
+    (leaving, "give", free_twice),
+    (leaving, "give", forget_names),
+    (planning, "give", leak_all),
+    (planning, "share", share_without_counting),
+    (planning, "share", share_without_leaving_the_idle_queue),
+    (planning, "take", take_one_block_too_few),
+    (planning, "take", take_the_same_block_twice),
+    (planning, "victim_index", wrong_victim),
+    (planning, "victim_index", victim_is_always_the_beneficiary),
+    (planning, "_make_room", free_a_victim_in_flight_at_once),
+    (planning, "num_blocks_to_admit", admit_without_headroom),
+    (planning, "max_prefix_blocks", reuse_the_last_token),
+    (planning, "longest_prefix", wrong_prefix),
+    (planning, "longest_prefix", stale_prefix),
+    (planning, "longest_prefix", share_too_short_a_prefix_of_names),
+    (scheduler, "plan_step", register_before_done),
+    (scheduler, "_filled_blocks", register_under_a_neighbour_s_name),
+    (waiting, "park", lose_the_preempted),
+    (waiting, "park", last_in_line_after_preemption),
+    (waiting, "remove", admit_and_leave_in_line),
+    (leaving, "back_in_line", stale_length_after_preemption),
+    (scheduler, "_accept", drop_accepted_tokens),
+    (scheduler, "_accept", count_one_step_too_many_in_flight),
+    (planning, "_plan_row", compute_what_is_computed_already),
+    (scheduler, "drain", finish_at_once_though_in_flight),
+    (scheduler, "_abort", forget_the_abort),
+    (scheduler, "_abort", plan_the_aborted),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "mutate"), MUTANTS, ids=[mutate.__name__ for _, _, mutate in MUTANTS])
+def test_a_planted_bug_is_caught(module, name, mutate, monkeypatch):
+    monkeypatch.setattr(module, name, mutate(getattr(module, name)))
+    with pytest.raises((AssertionError, SchedulerError, KeyError)):
+        run_worlds()
+
+
+def run_worlds():
+    for seed in range(NUM_WORLDS):
+        random_world(seed, num_events=120)
