@@ -1,0 +1,105 @@
+"""Batches to attend, made with everything unused poisoned by NaN."""
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, KVBlocks, Ragged
+
+TOKENS, ROWS, NUM_BLOCKS = 48, 12, 64
+
+# (query tokens, cached tokens) of each row, decodes first.
+MIXES = {
+    "decodes": ((1, 5), (1, 70), (1, 1), (1, 64)),
+    "one chunk from the start": ((48, 48),),
+    "chunks later in their prompts": ((3, 100), (2, 2), (37, 130)),
+    "decodes and chunks": ((1, 9), (1, 33), (5, 5), (33, 90)),
+    "one long among many short": ((1, 300), *[(1, 3)] * 11),
+    "a chunk of one token": ((1, 20), (4, 8), (1, 17)),
+    "nothing": (),
+}
+
+
+class Case(NamedTuple):
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    history: np.ndarray  # [2, num_blocks, block_size, kv_heads, head_dim]; NaN where no row has a cached token
+    ragged: Ragged
+    scale: float
+    num_real: int
+
+
+def make_case(shape: AttentionShape, mix: tuple[tuple[int, int], ...], seed: int = 0) -> Case:
+    """float32; table entries and slots of nothing are -1."""
+    rng = np.random.default_rng(seed)
+    free = iter(rng.permutation(NUM_BLOCKS))
+    tables = np.full((ROWS, NUM_BLOCKS), -1)
+    slots, kv_lens, q_starts = np.full(TOKENS, -1), np.zeros(ROWS, int), np.zeros(ROWS + 1, int)
+    history = np.full((2, NUM_BLOCKS * shape.block_size, shape.num_kv_heads, shape.head_dim), np.nan, np.float32)
+    for row, (q_len, kv_len) in enumerate(mix):
+        num_blocks = -(-kv_len // shape.block_size)
+        tables[row, :num_blocks] = [next(free) for _ in range(num_blocks)]
+        places = (tables[row, :num_blocks, None] * shape.block_size + np.arange(shape.block_size)).ravel()[:kv_len]
+        old = places[: kv_len - q_len]
+        history[:, old] = rng.standard_normal((2, len(old), *history.shape[2:]))
+        q_starts[row + 1 :] = q_starts[row] + q_len
+        slots[q_starts[row] : q_starts[row + 1]] = places[kv_len - q_len :]
+        kv_lens[row] = kv_len
+    num_decode = next((row for row, (q_len, _) in enumerate(mix) if q_len != 1), len(mix))
+    ragged = Ragged(*(jnp.asarray(x, jnp.int32) for x in (tables, q_starts, kv_lens, slots, num_decode)))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((TOKENS, heads, shape.head_dim)), jnp.float32)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    history = history.reshape(2, NUM_BLOCKS, *shape[3:], *shape[1:3])
+    return Case(q, k, v, history, ragged, shape.head_dim**-0.5, int(q_starts[-1]))
+
+
+def run(
+    backend: AttentionBackend, case: Case, dtype: Any, num_layers: int = 1, layer: int = 0, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [tokens, heads, head_dim], that layer's K and V as `case.history` is laid out), float32.
+
+    Layers other than `layer` hold NaN.
+    """
+    q, k, v = (x.astype(dtype) for x in (case.q, case.k, case.v))
+    empty = backend.init_cache(*case.history.shape[1:], dtype, num_layers=num_layers)
+    leaves = []
+    for leaf, old in zip(empty, case.history):
+        poisoned = np.full(leaf.shape, np.nan, np.float32)
+        poisoned[:, layer] = old.reshape(poisoned[:, layer].shape)
+        leaves.append(jnp.asarray(poisoned, dtype))
+    attend = compiled(backend, case.scale, tuple(options.items()))
+    out, new = attend(q, k, v, KVBlocks(*leaves), case.ragged, layer=jnp.int32(layer))
+    stored = [np.asarray(leaf[:, layer], np.float32).reshape(case.history.shape[1:]) for leaf in new]
+    return np.asarray(out, np.float32), np.stack(stored)
+
+
+@cache
+def compiled(backend: AttentionBackend, scale: float, options: tuple[tuple[str, Any], ...]) -> Any:
+    """One function for all mixes: they share their shapes, as steps do."""
+    return jax.jit(partial(backend.attend, scale=scale, **dict(options)))
+
+
+def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The same by loops over tokens and heads in numpy, float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (case.q, case.k, case.v))
+    stored = case.history.reshape(2, -1, *case.history.shape[3:]).astype(np.float64)
+    slots = np.asarray(case.ragged.slots)
+    stored[0, slots[slots >= 0]], stored[1, slots[slots >= 0]] = k[slots >= 0], v[slots >= 0]
+    out = np.zeros(q.shape)
+    block_size, group = case.history.shape[2], q.shape[1] // k.shape[1]
+    for row, kv_len in enumerate(np.asarray(case.ragged.kv_lens)):
+        first, end = np.asarray(case.ragged.q_starts)[row : row + 2]
+        where = np.arange(kv_len)
+        places = np.asarray(case.ragged.block_tables)[row, where // block_size] * block_size + where % block_size
+        for token in range(first, end):
+            seen = places[: kv_len - (end - first) + (token - first) + 1]
+            for head in range(q.shape[1]):
+                weights = np.exp(stored[0, seen, head // group] @ q[token, head] * case.scale)
+                out[token, head] = weights @ stored[1, seen, head // group] / weights.sum()
+    return out, stored.reshape(case.history.shape)

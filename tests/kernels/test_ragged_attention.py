@@ -1,0 +1,130 @@
+"""The definition against plain loops, every backend against the definition, NaN wherever nothing may be read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from pallas_kernels.ragged_attention import AttentionShape, KVBlocks, pallas_triton, reference, xla
+from pallas_kernels.ragged_attention.shapes import MODELS, SMALL
+from pallas_kernels.ragged_attention.tiles import XlaTiles
+from tests.kernels.cases import MIXES, NUM_BLOCKS, TOKENS, expected, make_case, run
+
+SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=16)
+BACKENDS = [xla.BACKEND, pallas_triton.INTERPRETED]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+by_name = {"ids": lambda x: x.name}
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_the_definition_agrees_with_loops_over_tokens(mix):
+    case = make_case(SHAPE, mix)
+    for got, wanted in zip(run(reference.BACKEND, case, jnp.float32), expected(case)):
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, **by_name)
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_backends_agree_on_any_mix_of_rows(backend, mix):
+    check(backend, make_case(SHAPE, mix), "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, **by_name)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_backends_agree_on_any_shape(backend, shape):
+    check(backend, make_case(shape, MIXES["decodes and chunks"]), "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, **by_name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_backends_agree_in_half_precision(backend, dtype):
+    check(backend, make_case(SMALL[1], MIXES["decodes and chunks"]), dtype)
+
+
+@pytest.mark.parametrize("backend", [reference.BACKEND, *BACKENDS], **by_name)
+def test_a_layer_is_read_and_written_alone(backend):
+    case = make_case(SHAPE, MIXES["decodes and chunks"])
+    alone, among = run(backend, case, jnp.float32), run(backend, case, jnp.float32, num_layers=3, layer=1)
+    np.testing.assert_array_equal(among[0], alone[0])
+    np.testing.assert_array_equal(among[1], alone[1])
+
+
+@pytest.mark.parametrize("tiles", [XlaTiles(1, 8, 1, 8, 1), XlaTiles(3, 24, 5, 40, 2), XlaTiles(64, 512, 64, 512, 9)])
+def test_tiles_change_nothing(tiles):
+    case = make_case(SHAPE, MIXES["decodes and chunks"])
+    np.testing.assert_allclose(run(xla.BACKEND, case, jnp.float32, tiles=tiles)[0], expected(case)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", [reference.BACKEND, *BACKENDS], **by_name)
+def test_padding_tokens_write_nothing_and_give_zero(backend):
+    case = make_case(SHAPE, MIXES["decodes"])
+    out, stored = run(backend, case, jnp.float32)
+    assert not out[case.num_real :].any()
+    written = ~np.isnan(stored[0]).all(axis=(-2, -1))
+    assert written.sum() == sum(kv_len for _, kv_len in MIXES["decodes"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, **by_name)
+def test_the_cache_is_updated_in_place_under_donation(backend):
+    case = make_case(SHAPE, MIXES["decodes"])
+    cache = backend.init_cache(NUM_BLOCKS, 16, 2, 16, jnp.float32, num_layers=2)
+    step = jax.jit(lambda c, *x: backend.attend(*x, c, case.ragged, scale=1.0, layer=1)[::-1], donate_argnums=0)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in cache]
+    for _ in range(2):
+        cache, _ = step(cache, case.q, case.k, case.v)
+    assert [leaf.unsafe_buffer_pointer() for leaf in cache] == pointers
+
+
+@pytest.mark.parametrize("num_tokens", [1, 48])
+def test_temporaries_do_not_grow_with_the_pool(num_tokens):
+    small, large = (temporary_bytes(num_blocks, num_tokens) for num_blocks in (512, 8192))
+    assert large == small
+
+
+def test_block_bytes_are_what_a_block_of_one_layer_takes():
+    for backend in (reference.BACKEND, *BACKENDS):
+        cache = backend.init_cache(10, 16, 3, 64, jnp.bfloat16, num_layers=4)
+        assert sum(leaf.nbytes for leaf in cache) == 10 * 4 * backend.block_bytes(16, 3, 64, jnp.bfloat16)
+        assert {leaf.shape[0] for leaf in cache} == {10}
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("shape", [*SMALL, *MODELS.values()], ids=str)
+def test_the_triton_kernel_lowers_for_cuda(shape):
+    def ints(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+    def heads(n):
+        return jax.ShapeDtypeStruct((32, n, shape.head_dim), jnp.bfloat16)
+
+    cache = jax.eval_shape(lambda: pallas_triton.BACKEND.init_cache(64, *cache_shape(shape), jnp.bfloat16))
+    ragged = xla.Ragged(ints(8, 32), ints(9), ints(8), ints(32), ints())
+    args = (heads(shape.num_heads), heads(shape.num_kv_heads), heads(shape.num_kv_heads), cache, ragged)
+    assert "ragged_attention" in lowered_for_cuda(lambda *x: pallas_triton.attend(*x, scale=1.0), args)
+
+
+def lowered_for_cuda(function, args):
+    device = AbstractDevice("NVIDIA H200", 132, "cuda")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def cache_shape(shape):
+    return shape.block_size, shape.num_kv_heads, shape.head_dim
+
+
+def check(backend, case, dtype):
+    got, wanted = run(backend, case, dtype), run(reference.BACKEND, case, dtype)
+    np.testing.assert_allclose(got[0], wanted[0], atol=TOLERANCE[dtype])
+    np.testing.assert_array_equal(got[1], wanted[1])
+
+
+def temporary_bytes(num_blocks, num_tokens):
+    case = make_case(SHAPE, MIXES["decodes"] if num_tokens > 2 else ((1, 5),))
+    cache = jax.eval_shape(lambda: xla.init_cache(num_blocks, 16, 2, 16, jnp.bfloat16, num_layers=2))
+    q, k, v = (x[:num_tokens].astype(jnp.bfloat16) for x in (case.q, case.k, case.v))
+    ragged = case.ragged._replace(slots=case.ragged.slots[:num_tokens])
+    step = jax.jit(lambda c, *x: xla.attend(*x, c, ragged, scale=1.0, layer=1)[::-1], donate_argnums=0)
+    assert isinstance(cache, KVBlocks) and num_tokens <= TOKENS
+    return step.lower(cache, q, k, v).compile().memory_analysis().temp_size_in_bytes
