@@ -91,8 +91,8 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            with tqdm(total=len(requests), desc="requests", unit="request", disable=not use_tqdm) as bar:
-                while bar.n < len(requests):
+            with tqdm(total=len(requests), desc="requests", unit=" requests", disable=not use_tqdm) as bar:
+                while self.engine.has_work:
                     for update in self.engine.step():
                         output = outputs[update.request_id]
                         add_update(output, update)

@@ -13,6 +13,7 @@ from pagedjax.weights import load, store
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
 
+
 def build_engine(config: EngineConfig, progress: store.Progress | None = None) -> Engine:
     """An engine with its model loaded and every program compiled.
 

@@ -32,7 +32,7 @@ class EngineConfig:
     model: str = _option("smollm2-135m", "model", "a bundled name, a GGUF file, a model directory or a hub id")
     served_model_name: str | None = _option(None, "model", "the name in the API; from the model's path if not given")
     dtype: Dtype = _option("auto", "model", "of weights, activations and KV cache; auto is bfloat16 where it is fast")
-    max_model_len: int | None = _option(None, "model", "longest context in tokens, output included; auto is the model's")
+    max_model_len: int | None = _option(None, "model", "longest context in tokens, output included")
     seed: int = _option(0, "model", "makes sampling without a seed of its own repeatable")
 
     block_size: int = _option(16, "memory", "tokens in a KV block, a power of two")
