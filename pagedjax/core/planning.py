@@ -104,7 +104,7 @@ def _make_room(running: list[Sequence], beneficiary: int, num_new: int, pool: Bl
 
 def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -> Sequence:
     """Add the next `length` tokens of a sequence, which has the blocks for them, to the batch."""
-    # Unpacked and positional: a third of the time of _replace, and this runs for every row of every step.
+    # Unpacked, and made by tuple.__new__: a quarter of the time of _replace, and this runs for every row of every step.
     (
         request,
         arrival_us,
@@ -121,12 +121,12 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
     ) = sequence
     end = start + length
     samples = end == num_expected
-    row = Row(request.sequence_id, start, length, blocks, samples)
+    row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples))
     (batch.decodes if length == 1 else batch.chunks).append(row)
     if end % block_size < length:
         filled = slice(start // block_size, end // block_size)
         batch.filled.update(zip(names[filled], blocks[filled]))
-    return Sequence(
+    advanced = (
         request,
         arrival_us,
         phase,
@@ -140,6 +140,7 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
         names,
         finish,
     )
+    return tuple.__new__(Sequence, advanced)
 
 
 def _admit(state: State, batch: _Batch) -> State:

@@ -163,7 +163,9 @@ def _oldest_plan(state: State, event: StepDone) -> StepPlan:
 
 def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerConfig) -> Sequence:
     """Confirm one row. What it gave is discarded if the sequence has ended in the meantime."""
-    # Unpacked and positional: a third of the time of _replace, and this runs for every row of every step.
+    # Unpacked, and made by tuple.__new__: a quarter of the time of _replace, and this runs for every row of every step.
+    _, start, length, _, samples = row
+    _, num_accepted, end, new_names = result
     (
         request,
         arrival_us,
@@ -179,20 +181,19 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         finish,
     ) = sequence
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
-        num_tokens += result.num_accepted
-        _check_result(sequence, row, result)
-        if result.finish is not None:
-            phase, finish = next_phase(phase, Cause.FINISH), FinishReason(result.finish)
-        if result.block_hashes and config.enable_prefix_caching:
-            names += result.block_hashes
+        num_tokens += num_accepted
+        if num_accepted != samples or end is not None or num_tokens - request.prompt_len >= request.max_tokens:
+            phase, finish = next_phase(phase, Cause.FINISH), _reason(sequence, row, result)
+        if new_names and config.enable_prefix_caching:
+            names += new_names
             _check_names(sequence, len(names), num_tokens // config.block_size)
-    return Sequence(
+    accepted = (
         request,
         arrival_us,
         phase,
         num_tokens,
         num_expected,
-        row.start + row.length,
+        start + length,
         num_planned,
         num_cached,
         num_in_flight - 1,
@@ -200,16 +201,18 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         names,
         finish,
     )
+    return tuple.__new__(Sequence, accepted)
 
 
-def _check_result(sequence: Sequence, row: Row, result: RowResult) -> None:
-    num_accepted, finish, request = result.num_accepted, result.finish, sequence.request
-    if num_accepted != row.samples and (finish is None or num_accepted != 0):
-        raise SchedulerError(f"row {row} cannot accept {num_accepted} tokens")
-    if finish is None and sequence.num_tokens + num_accepted - request.prompt_len >= request.max_tokens:
-        raise SchedulerError(f"sequence {request.sequence_id} has all its tokens and is not finished")
-    if finish is not None and finish not in _REASONS:
-        raise SchedulerError(f"sequence {request.sequence_id} ends for no known reason: {finish}")
+def _reason(sequence: Sequence, row: Row, result: RowResult) -> FinishReason:
+    """Why a sequence ends with this row. Raises if the result is neither an end nor what a row gives that goes on."""
+    if result.num_accepted not in (0, row.samples) or (result.finish is None and result.num_accepted != row.samples):
+        raise SchedulerError(f"row {row} cannot accept {result.num_accepted} tokens")
+    if result.finish is None:
+        raise SchedulerError(f"sequence {sequence.sequence_id} has all its tokens and is not finished")
+    if result.finish not in _REASONS:
+        raise SchedulerError(f"sequence {sequence.sequence_id} ends for no known reason: {result.finish}")
+    return FinishReason(result.finish)
 
 
 def _check_names(sequence: Sequence, num_names: int, num_full: int) -> None:
