@@ -98,7 +98,7 @@ class Runner:
         self.programs = Programs()
         self._config, self._scheduler, self._runtime = config, scheduler, runtime
         self._backend, self._dtype = backend, dtype
-        self._parts = programs.split_model(model, jax.ShapeDtypeStruct((2, config.hidden_size), dtype))
+        self._parts = programs.split_model(model, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
         self._num_slots = scheduler.max_num_seqs * _SLOTS_PER_SEQUENCE
         self._warm_compiles: int | None = None
         self.reset()

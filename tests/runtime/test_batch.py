@@ -61,7 +61,7 @@ def test_a_mixed_batch_of_decodes_and_a_chunk():
     assert inputs.num_decode_rows.tolist() == [2]
     assert inputs.picked[:2].tolist() == [0, 1]
     assert inputs.block_tables[2, :2].tolist() == [5, 6]
-    assert (batch.row_size, batch.sampling_rows.tolist()) == (2, [0, 1])
+    assert (batch.row_size, batch.sampling_rows.tolist()) == (8, [0, 1])
     assert batch.fields[:2, :2].tolist() == [[host.slots.find(1), 4], [slot, 3]]
     assert set(batch.fields[2:, 0].tolist()) == {12}
 
@@ -190,11 +190,17 @@ def test_arrays_are_fresh_each_step():
 def test_step_programs_are_few_and_reach_the_limits(tokens, seqs):
     shapes = shapes_for(SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs))
     assert len(shapes.token_sizes) <= 16
-    assert shapes.token_sizes[-1] == max(tokens, 2)
+    assert shapes.token_sizes[-1] == tokens
     assert shapes.row_sizes[-1] >= seqs
     assert shapes.score_size in shapes.row_sizes
 
 
 def test_more_than_16_step_programs_are_refused():
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
-        shapes_for(SchedulerConfig(max_num_batched_tokens=100_000))
+        shapes_for(SchedulerConfig(max_num_batched_tokens=1_000_000))
+
+
+def test_sizes_of_the_default_limits():
+    shapes = shapes_for(SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=64))
+    assert shapes.token_sizes == (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+    assert shapes.row_sizes == (1, 8, 16, 32, 64)

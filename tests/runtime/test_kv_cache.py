@@ -5,6 +5,7 @@ import pytest
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import ConfigError
+from pagedjax.models.stack import init_caches
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.config import RuntimeConfig
 from pallas_kernels.ragged_attention import xla
@@ -17,7 +18,6 @@ MIB = 2**20
 def test_block_bytes_are_what_is_allocated():
     caches = init_caches(CONFIG, xla.BACKEND, num_blocks=10, block_size=16, dtype=jnp.float32)
     allocated = sum(leaf.nbytes for cache in caches for leaf in cache)
-    assert len(caches) == CONFIG.num_layers
     assert allocated == 10 * kv_cache.block_bytes(CONFIG, xla.BACKEND, 16, jnp.float32)
 
 
