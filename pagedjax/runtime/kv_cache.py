@@ -41,7 +41,8 @@ def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_
         num_blocks = num_blocks_for_memory(num_bytes, bytes_per_block)
     else:
         num_bytes = automatic_bytes()
-        num_blocks = min(num_blocks_for_memory(num_bytes, bytes_per_block), scheduler.max_num_seqs * sequence_blocks)
+        num_blocks = _steady(num_blocks_for_memory(num_bytes, bytes_per_block), sequence_blocks)
+        num_blocks = min(num_blocks, scheduler.max_num_seqs * sequence_blocks)
     if num_blocks < sequence_blocks:
         raise ConfigError(
             f"the KV cache must hold one sequence of max_model_len {scheduler.max_model_len}: "
@@ -76,6 +77,13 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("
 def pointers(caches: tuple[KVBlocks, ...]) -> tuple[int, ...]:
     """The addresses of the cache's buffers: equal from step to step as long as it is updated in place."""
     return tuple(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches))
+
+
+def _steady(num_blocks: int, least: int) -> int:
+    """Rounded down to three leading bits, not below `least` if it was not: programs depend on the cache's shape, and a
+    number that follows every byte of free memory would have them compiled anew at each start."""
+    step = 1 << max(num_blocks.bit_length() - 3, 0)
+    return max(num_blocks // step * step, min(least, num_blocks))
 
 
 def _gib(num_bytes: float) -> str:

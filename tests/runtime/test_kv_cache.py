@@ -33,7 +33,21 @@ def test_an_automatic_size_stops_at_what_can_be_used(monkeypatch):
 
 def test_an_automatic_size_leaves_most_of_the_memory(monkeypatch):
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 500 * MIB)
-    assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB) == 200
+    assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB) == 192
+
+
+def test_an_automatic_size_stays_when_a_little_memory_more_or_less_is_free(monkeypatch):
+    found = set()
+    for free in range(490, 540, 3):
+        monkeypatch.setattr(kv_cache, "free_host_bytes", lambda free=free: free * MIB)
+        found.add(kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB))
+    assert found == {192}
+
+
+def test_rounding_never_costs_the_one_sequence_that_fits(monkeypatch):
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 179 * MIB)
+    scheduler = SchedulerConfig(block_size=16, max_model_len=71 * 16, max_num_seqs=4)
+    assert kv_cache.choose_num_blocks(RuntimeConfig(), scheduler, MIB) == 71
 
 
 def test_an_override_is_taken_as_it_is():
