@@ -126,7 +126,10 @@ def _aborted(state: State, sequence_id: int) -> tuple[State, tuple[Effect, ...]]
         next_phase(waiter.phase, Cause.ABORT)  # nothing is in flight, so it is gone at once
         waiting = lines.remove(state.waiting, waiter)
         return replace(state, waiting=waiting), (Finish(sequence_id, FinishReason.ABORT),)
-    running = tuple([_abort(s) if s.request.sequence_id == sequence_id else s for s in state.running])
+    index = next((i for i, s in enumerate(state.running) if s.request.sequence_id == sequence_id), None)
+    if index is None:
+        return state, ()
+    running = (*state.running[:index], _abort(state.running[index]), *state.running[index + 1 :])
     return drain(replace(state, running=running))
 
 
