@@ -3,10 +3,8 @@
 The order is vLLM's: logit_bias and min_tokens, repetition, frequency and presence penalties (`adjust`), then
 temperature, min_p, top_k, and top_p on what is left, renormalised (`sample`).
 
-Thresholds are exact. Floats map to unsigned integers in the same order, and the largest integer t with "at least
-top_k tokens lie at or above t" (for top_p: "the mass at or above t reaches top_p") is found bit by bit, highest bit
-first, until no row's set can change: no sort, one pass over the row a bit. Tokens that tie with the last one kept
-are kept too. The pick inverts the cumulative distribution in two levels, blocks and then one block's tokens.
+The thresholds are exact (`truncation`). The pick inverts the cumulative distribution in two levels, blocks and then
+one block's tokens.
 
 Random numbers: one uniform a row from fold_in(key(seed), position of the new token), so that neither the row's place
 in the batch, nor its slot, nor a preemption changes what is drawn.
@@ -20,11 +18,10 @@ import numpy as np
 from jax import lax
 
 from pagedjax.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from pagedjax.runtime.truncation import BLOCK, Scale, Wishes, find_threshold, ordered_bits, split_blocks, weigh
 
 FAULTY = -1  # the id of a row whose logits are not finite
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
-_BLOCK = 16
-_NUM_CANDIDATE_BLOCKS = 256
 
 _INTS = ("slot", "position", "suppress", "top_k", "seed_high", "seed_low")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -132,7 +129,7 @@ def uniforms(packed: jax.Array) -> jax.Array:
 
 def greedy(logits: jax.Array, last_ids: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(ids [rows], last_ids [slots] with them filled in): the likeliest token, the lowest id of equals."""
-    blocks = _blocks(logits, -jnp.inf)
+    blocks = split_blocks(logits, -jnp.inf)
     maxima, top = _maxima(blocks)
     return _store(_first_equal(blocks, maxima, top), top, last_ids, unpack(packed).slot)
 
@@ -145,10 +142,11 @@ def sample(
     `uniform` [at least rows] is what `uniforms` gave for these rows.
     """
     rows = unpack(packed)
-    blocks = _blocks(logits, -jnp.inf)
+    blocks = split_blocks(logits, -jnp.inf)
     maxima, top = _maxima(blocks)
-    scale = _Scale(top, jnp.where(rows.temperature == 0.0, 1.0, rows.temperature), rows.min_p)
-    picked = _pick(blocks, scale, _threshold(blocks, maxima, scale, rows), uniform[: len(top)])
+    scale = Scale(top, jnp.where(rows.temperature == 0.0, 1.0, rows.temperature), rows.min_p)
+    threshold = find_threshold(blocks, maxima, scale, Wishes(rows.top_k, rows.top_p))
+    picked = _pick(blocks, scale, threshold, uniform[: len(top)])
     ids = jnp.where(rows.temperature == 0.0, _first_equal(blocks, maxima, top), picked)
     return _store(ids, top, last_ids, rows.slot)
 
@@ -203,7 +201,7 @@ def _first_equal(blocks: jax.Array, maxima: jax.Array, top: jax.Array) -> jax.Ar
     """The lowest index [rows] of `top`. Two small passes: XLA:CPU's own argmax takes ten times as long as a max."""
     block = _first(maxima == top[:, None])
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
-    return block * _BLOCK + _first(inside == top[:, None])
+    return block * BLOCK + _first(inside == top[:, None])
 
 
 def _store(ids: jax.Array, top: jax.Array, last_ids: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -212,130 +210,7 @@ def _store(ids: jax.Array, top: jax.Array, last_ids: jax.Array, slot: jax.Array)
     return jnp.where(is_sound, ids, FAULTY), last_ids
 
 
-class _Scale(NamedTuple):
-    """What turns a row's logits into weights relative to its likeliest token. All [rows]."""
-
-    top: jax.Array
-    temperature: jax.Array
-    min_p: jax.Array
-
-
-def _weigh(logits: jax.Array, scale: _Scale) -> jax.Array:
-    """exp((logits - top) / temperature) of [rows, …] logits, 0 where min_p drops."""
-    top, temperature, min_p = (jnp.expand_dims(x, range(1, logits.ndim)) for x in scale)
-    weights = jnp.exp((logits - top) / temperature)
-    return jnp.where(weights >= min_p, weights, 0.0)
-
-
-def _threshold(blocks: jax.Array, maxima: jax.Array, scale: _Scale, rows: Rows) -> jax.Array:
-    """The least ordered integer [rows] that top_k and then top_p keep. Rows that ask for neither get 0."""
-    vocab = blocks.shape[1] * blocks.shape[2]
-    wants_k, wants_p = (rows.top_k > 0) & (rows.top_k < vocab), rows.top_p < 1.0
-
-    def exact() -> jax.Array:
-        logits = blocks.reshape(blocks.shape[0], -1)
-        weights = _weigh(logits, scale)
-        limits = _Limits(rows.top_k, wants_k, rows.top_p, wants_p, jnp.sum(weights, -1))
-        return _search(_ordered_bits(logits), weights, limits)[0]
-
-    def narrowed() -> jax.Array:
-        limits = _Limits(rows.top_k, wants_k, rows.top_p, wants_p, jnp.sum(_weigh(blocks, scale), (1, 2)))
-        threshold, is_exact = _search_likeliest(blocks, maxima, scale, limits)
-        return lax.cond(jnp.all(is_exact), lambda: threshold, lambda: jnp.where(is_exact, threshold, exact()))
-
-    search = narrowed if blocks.shape[1] > 2 * _NUM_CANDIDATE_BLOCKS else exact
-    return lax.cond(jnp.any(wants_k | wants_p), search, lambda: jnp.zeros(len(rows.slot), jnp.uint32))
-
-
-class _Limits(NamedTuple):
-    """What to keep of each row: `k` tokens if `wants_k`, of them `share` of the weight if `wants_p`. `total` is the
-    weight of the whole row. All [rows]."""
-
-    k: jax.Array
-    wants_k: jax.Array
-    share: jax.Array
-    wants_p: jax.Array
-    total: jax.Array
-
-
-def _search(order: jax.Array, weights: jax.Array, limits: _Limits) -> tuple[jax.Array, jax.Array]:
-    """(threshold, weight that top_p asks for), [rows] each, among [rows, n] tokens."""
-    by_count = _count_threshold(order, jnp.where(limits.wants_k, limits.k, order.shape[1]))
-    by_count = jnp.where(limits.wants_k, by_count, 0)
-    weights = jnp.where(order >= by_count[:, None], weights, 0.0)
-    need = limits.share * jnp.where(limits.wants_k, jnp.sum(weights, -1), limits.total)
-    by_mass = jnp.where(limits.wants_p, _mass_threshold(order, weights, need, limits.wants_p), 0)
-    return jnp.maximum(by_count, by_mass), need
-
-
-def _search_likeliest(
-    blocks: jax.Array, maxima: jax.Array, scale: _Scale, limits: _Limits
-) -> tuple[jax.Array, jax.Array]:
-    """(threshold, whether it is exact) from the blocks with the largest maxima: 12 times fewer tokens at a vocabulary
-    of 49,152. It is exact where their tokens at or above the least of those maxima suffice, for all such tokens but
-    equals lie in these blocks."""
-    maxima, chosen = lax.top_k(maxima, _NUM_CANDIDATE_BLOCKS)
-    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(blocks.shape[0], -1)
-    order, weights, floor = _ordered_bits(candidates), _weigh(candidates, scale), _ordered_bits(maxima[:, -1])
-    threshold, need = _search(order, weights, limits)
-    is_sure = order >= floor[:, None]
-    enough_k = ~limits.wants_k | (jnp.sum(is_sure, -1, dtype=jnp.int32) >= limits.k)
-    enough_p = ~limits.wants_p | limits.wants_k | (jnp.sum(jnp.where(is_sure, weights, 0.0), -1) >= need)
-    wants = limits.wants_k | limits.wants_p
-    return jnp.where(wants, jnp.maximum(threshold, floor), 0), enough_k & enough_p
-
-
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Unsigned integers in the order of the floats."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(0x80000000)
-    return jnp.where(bits & sign != 0, ~bits, bits | sign)
-
-
-def _count_threshold(order: jax.Array, k: jax.Array) -> jax.Array:
-    """The largest t [rows] with at least k [rows] of `order` [rows, vocab] at or above t, or one with the same set."""
-
-    def body(carry):
-        bit, threshold, count = carry
-        candidate = threshold | bit
-        above = jnp.sum(order >= candidate[:, None], -1, dtype=jnp.int32)
-        enough = above >= k
-        return bit >> 1, jnp.where(enough, candidate, threshold), jnp.where(enough, above, count)
-
-    def undecided(carry):
-        bit, _, count = carry
-        return (bit != 0) & jnp.any(count != k)
-
-    zeros = jnp.zeros(order.shape[0], jnp.uint32)
-    start = (jnp.uint32(0x80000000), zeros, jnp.full(order.shape[0], order.shape[1], jnp.int32))
-    return lax.while_loop(undecided, body, start)[1]
-
-
-def _mass_threshold(order: jax.Array, weights: jax.Array, need: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest t [rows] at or above which `weights` reach `need` [rows], or one with the same set: a token is kept
-    exactly if those above it weigh less than that. Rows not `wanted` hold up nothing and get anything."""
-
-    def body(carry):
-        bit, threshold, low, high = carry
-        candidate = threshold | bit
-        above = order >= candidate[:, None]
-        enough = jnp.sum(jnp.where(above, weights, 0.0), -1) >= need
-        count = jnp.sum(above, -1, dtype=jnp.int32)
-        threshold = jnp.where(enough, candidate, threshold)
-        return bit >> 1, threshold, jnp.where(enough, count, low), jnp.where(enough, high, count)
-
-    def undecided(carry):
-        # low - high tokens lie between the threshold and the last candidate that was too high; one is the last kept.
-        bit, _, low, high = carry
-        return (bit != 0) & jnp.any(wanted & (low - high > 1))
-
-    num_rows, num_tokens = order.shape
-    counts = jnp.full(num_rows, num_tokens, jnp.int32), jnp.zeros(num_rows, jnp.int32)
-    start = (jnp.uint32(0x80000000), jnp.zeros(num_rows, jnp.uint32), *counts)
-    return lax.while_loop(undecided, body, start)[1]
-
-
-def _pick(blocks: jax.Array, scale: _Scale, threshold: jax.Array, uniform: jax.Array) -> jax.Array:
+def _pick(blocks: jax.Array, scale: Scale, threshold: jax.Array, uniform: jax.Array) -> jax.Array:
     """The index [rows] where the cumulative weight of the kept tokens first exceeds uniform x total."""
     totals = jnp.sum(_kept(blocks, scale, threshold), -1)
     ends = _running_sum(totals)
@@ -343,12 +218,12 @@ def _pick(blocks: jax.Array, scale: _Scale, threshold: jax.Array, uniform: jax.A
     block = _first_above(ends, totals, target)
     start = jnp.take_along_axis(ends - totals, block[:, None], 1)[:, 0]
     inside = _kept(jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], scale, threshold)
-    return block * _BLOCK + _first_above(_running_sum(inside), inside, target - start)
+    return block * BLOCK + _first_above(_running_sum(inside), inside, target - start)
 
 
-def _kept(logits: jax.Array, scale: _Scale, threshold: jax.Array) -> jax.Array:
+def _kept(logits: jax.Array, scale: Scale, threshold: jax.Array) -> jax.Array:
     threshold = jnp.expand_dims(threshold, range(1, logits.ndim))
-    return jnp.where(_ordered_bits(logits) >= threshold, _weigh(logits, scale), 0.0)
+    return jnp.where(ordered_bits(logits) >= threshold, weigh(logits, scale), 0.0)
 
 
 def _first_above(ends: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
@@ -371,18 +246,11 @@ def _first(found: jax.Array) -> jax.Array:
 
 def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """(values, ids), [rows, k] each, largest first. The k blocks with the largest maxima hold the k largest."""
-    blocks = _blocks(x, -jnp.inf)
+    blocks = split_blocks(x, -jnp.inf)
     if blocks.shape[1] <= k:
         return lax.top_k(x, k)
     _, chosen = lax.top_k(jnp.max(blocks, -1), k)
     chosen = jnp.sort(chosen, -1)  # ids ascend, so equals keep the lowest id first
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(x.shape[0], -1)
     values, where = lax.top_k(candidates, k)
-    return values, jnp.take_along_axis(chosen, where // _BLOCK, 1) * _BLOCK + where % _BLOCK
-
-
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
-    """[rows, vocab] -> [rows, blocks, _BLOCK], the end filled."""
-    padding = -x.shape[1] % _BLOCK
-    x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill) if padding else x
-    return x.reshape(x.shape[0], -1, _BLOCK)
+    return values, jnp.take_along_axis(chosen, where // BLOCK, 1) * BLOCK + where % BLOCK
