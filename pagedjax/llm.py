@@ -91,7 +91,9 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            with tqdm(total=len(requests), desc="requests", unit=" requests", disable=not use_tqdm) as bar:
+            # Without `disable` the environment's TQDM_DISABLE counts.
+            quiet = {} if use_tqdm else {"disable": True}
+            with tqdm(total=len(requests), desc="requests", unit=" requests", **quiet) as bar:
                 while self.engine.has_work:
                     for update in self.engine.step():
                         output = outputs[update.request_id]

@@ -1,5 +1,7 @@
 """From a configuration to a warm engine: find the model, resolve what is automatic, load, compile."""
 
+import gc
+
 import jax
 
 from pagedjax.core.errors import ConfigError
@@ -36,6 +38,9 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     scheduler = config.scheduler(num_blocks)
     runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
+    # What is here now stays: later collections need not walk it, which cost a step a tenth of a millisecond.
+    gc.collect()
+    gc.freeze()
     return Engine(config, scheduler, runner, tokenizer)
 
 

@@ -5,7 +5,8 @@ Gauges are read from the scheduler's state when somebody asks, so they cost the 
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import jax
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -22,6 +23,8 @@ class EngineMetrics:
     def __init__(self, state: Callable[[], State | None]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_StateGauges(state))
+        self.registry.register(_DeviceMemory())
+        ProcessCollector(registry=self.registry)
         self.requests = self._counter("pagedjax_requests", "Ended sequences (n a request), by outcome.", "outcome")
         self.prompt_tokens = self._counter("pagedjax_prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled and kept.")
@@ -66,3 +69,13 @@ class _StateGauges(Collector):
         yield blocks
         usage = len(pool.counts) / pool.num_blocks
         yield GaugeMetricFamily("pagedjax_kv_cache_usage_ratio", "Share of the KV blocks that is held.", usage)
+
+
+class _DeviceMemory(Collector):
+    """What the accelerator's allocator tells; CPUs tell nothing."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        for key, name in (("bytes_in_use", "in_use"), ("peak_bytes_in_use", "peak"), ("bytes_limit", "limit")):
+            if key in stats:
+                yield GaugeMetricFamily(f"pagedjax_device_memory_{name}_bytes", "Device memory.", stats[key])

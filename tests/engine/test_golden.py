@@ -61,7 +61,7 @@ def test_chunks_of_32_tokens_and_preemptions_change_nothing(smollm2_path, async_
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=32,
-        num_gpu_blocks_override=28,
+        num_gpu_blocks_override=20,
         async_scheduling=async_scheduling,
         show_progress_bars=False,
     )

@@ -1,0 +1,50 @@
+"""The configuration record: what it refuses, and what `resolve` fills in."""
+
+import dataclasses
+
+import pytest
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.engine.config import EngineConfig, resolve
+from tests.runtime.tiny import CONFIG
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"block_size": 12}, "--block-size"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "--max-num-batched-tokens"),
+        ({"max_model_len": -1}, "--max-model-len"),
+        ({"kv_cache_memory": 0.0}, "--kv-cache-memory"),
+        ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override"),
+        ({"seed": -1}, "--seed"),
+        ({"max_queued_requests": 0}, "--max-queued-requests"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_flag(fields, flag):
+    with pytest.raises(ConfigError, match=flag):
+        EngineConfig(**fields)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
+    resolved = resolve(EngineConfig(), CONFIG, platform=platform)
+    automatic = {f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")}
+    assert automatic <= {"served_model_name", "kv_cache_memory", "num_gpu_blocks_override", "attention_backend"}
+    assert resolved.max_model_len == CONFIG.max_position_embeddings
+
+
+def test_resolve_keeps_what_was_chosen():
+    chosen = EngineConfig(dtype="float16", max_model_len=32, max_num_batched_tokens=64, compilation_cache_dir="here")
+    assert resolve(chosen, CONFIG, platform="cpu") == chosen
+
+
+def test_a_context_longer_than_the_models_is_refused():
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        resolve(EngineConfig(max_model_len=10**6), CONFIG, platform="cpu")
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt():
+    resolved = resolve(EngineConfig(enable_chunked_prefill=False), CONFIG, platform="cpu")
+    assert resolved.max_num_batched_tokens >= resolved.max_model_len
