@@ -1,8 +1,8 @@
 """Offline inference: prompts in, results out, in the shape of vLLM's class of that name.
 
-    from pagedjax import LLM, SamplingParams
-    llm = LLM(model="smollm2-135m")
-    print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+from pagedjax import LLM, SamplingParams
+llm = LLM(model="smollm2-135m")
+print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
 """
 
 import dataclasses

@@ -78,7 +78,7 @@ def _compile(source: str) -> jinja2.Template | jinja2.TemplateError:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it is only its content."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -112,7 +112,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a namespace cannot hold {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

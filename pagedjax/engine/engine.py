@@ -136,9 +136,7 @@ class Engine:
         plan = self.state.in_flight[0]
         now_us = self._now_us()
         updates: list[Update] = []
-        results = tuple(
-            self._take_row(row, result, place, now_us, updates) for place, row in enumerate(plan.rows)
-        )
+        results = tuple(self._take_row(row, result, place, now_us, updates) for place, row in enumerate(plan.rows))
         processed = time.perf_counter()
         self._handles.popleft()
         self._send(StepDone(plan.plan_id, results, self._now_us()))
@@ -277,7 +275,8 @@ class Engine:
 
     def _delta(self, live: _Live, token_id: int, result: StepResult, place: int) -> Delta:
         """The token as text and log-probabilities, and whether the sequence ends with it."""
-        params, reason, finish = live.params, None, None
+        params, finish = live.params, None
+        reason: int | str | None = None
         is_stop = token_id in live.stop_ids and live.num_sampled > params.min_tokens
         text = "" if is_stop and not params.include_stop_str_in_output else live.detokenizer.push((token_id,))
         if is_stop:

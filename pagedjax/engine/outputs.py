@@ -1,5 +1,6 @@
 """What comes out of the engine: increments of sequences, and their sum in the shape of vLLM's RequestOutput."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ class EngineError(Exception):
     """Our fault: the request was sound, but the engine could not finish it. Serving renders it as a 500."""
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """What one sequence of a request gained in one step. `logprobs` has one entry a token, where asked for."""
 
     index: int

@@ -125,13 +125,11 @@ class ProgressBar:
             unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if phase in BYTE_PHASES else {}
             self._bar = tqdm(total=total, desc=f"{self._name}: {phase}", **unit)
         self._bar.update(done - self._bar.n)
-        if done >= total:
-            self.close()
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._bar, self._phase = None, ""
+        self._bar = None
 
     def __enter__(self) -> "ProgressBar":
         return self

@@ -35,9 +35,10 @@ MASKED = -1e30
 def init_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, num_layers: int = 1
 ) -> KVBlocks:
-    """Zeroed K and V, [num_blocks, num_layers, block_size, kv_heads * head_dim] each."""
+    """Zeroed K and V, [num_blocks, num_layers, block_size, kv_heads * head_dim] each, half precision as bits."""
     shape = (num_blocks, num_layers, block_size, num_kv_heads * head_dim)
-    return KVBlocks(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    stored = _stored(dtype)
+    return KVBlocks(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
 
 
 def attend(
@@ -77,7 +78,14 @@ def _write(cached: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
     """The flat cache [num_blocks * num_layers, block_size, kv_heads * head_dim] with `values` at `slots`."""
     block_size, columns = cached.shape[2:]
     flat = cached.reshape(-1, columns)
-    return write_slots(flat, values.reshape(-1, columns), slots).reshape(-1, block_size, columns)
+    bits = lax.bitcast_convert_type(values, cached.dtype).reshape(-1, columns)
+    return write_slots(flat, bits, slots).reshape(-1, block_size, columns)
+
+
+def _stored(dtype: Any) -> Any:
+    """The type that holds numbers of `dtype` in the cache."""
+    # XLA:CPU of JAX 0.10 scatters and gathers half precision by converting the whole cache to float32 and back.
+    return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -128,7 +136,7 @@ def _piece(
     """Attention of q [items, kv_heads, group, head_dim] to `decode_kv` tokens from `start` [items] of each table."""
     width = _whole_blocks(tiles.decode_kv, cache)
     live = start[:, None] + jnp.arange(width) < kv_lens[:, None]  # [items, width]
-    k, v = _gather(cache, tables, start, live, width)
+    k, v = _gather(cache, tables, start, live, q.dtype)
     parts = []
     for heads in _packs(q.shape[1], tiles.packed_heads):
         scores = _scores(q[:, heads], _columns(k, heads, q.shape[-1])) * scale
@@ -206,7 +214,7 @@ def _tile(
 
     def step(i: jax.Array, state: Running) -> Running:
         keys = i * width + jnp.arange(width)
-        k, v = _gather(cache, table[None], i[None] * width, (keys < kv_len)[None], width)
+        k, v = _gather(cache, table[None], i[None] * width, (keys < kv_len)[None], q.dtype)
         seen = jnp.tile(keys <= positions[:, None], (group, 1))  # [group * tile, width]
         new = [_advance(h, q[h], k[0], v[0], seen, scale, state) for h in range(kv_heads)]
         return Running(*(jnp.stack(x) for x in zip(*new)))
@@ -241,19 +249,20 @@ def _whole_blocks(width: int, cache: KVBlocks) -> int:
 
 
 def _gather(
-    cache: KVBlocks, tables: jax.Array, start: jax.Array, live: jax.Array, width: int
+    cache: KVBlocks, tables: jax.Array, start: jax.Array, live: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """K and V [items, width, kv_heads * head_dim] from token `start` [items] on of each table [items, max_blocks].
 
     V is cleared where not `live` [items, width]: such slots may hold NaN, and 0 * NaN is NaN. (Scores are replaced.)
     """
     block_size = cache.k.shape[1]
-    columns = start[:, None] // block_size + jnp.arange(width // block_size)
+    columns = start[:, None] // block_size + jnp.arange(live.shape[1] // block_size)
     columns = jnp.minimum(columns, tables.shape[1] - 1)
     blocks = jnp.take_along_axis(tables, columns, axis=1)
     blocks = jnp.clip(blocks, 0, cache.k.shape[0] - 1)
     k, v = (x.at[blocks].get(mode="promise_in_bounds").reshape(*live.shape, -1) for x in cache)
-    return k, jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
+    v = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
+    return lax.bitcast_convert_type(k, dtype), lax.bitcast_convert_type(v, dtype)
 
 
 def _packs(kv_heads: int, packed: int) -> list[slice]:
