@@ -215,6 +215,7 @@ class AsyncEngine:
         try:
             engine = self._build(self.config)
         except BaseException as failure:
+            self._failure = failure
             self._call(_settle, ready, failure)
             return
         self._engine = engine

@@ -78,7 +78,7 @@ def _compile(source: str) -> jinja2.Template | jinja2.TemplateError:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it is only its content."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
