@@ -23,9 +23,9 @@ class Ragged(NamedTuple):
 
 
 class KVBlocks(NamedTuple):
-    """The cache of one layer or of several. Leaves are [num_blocks, num_layers, …]; the rest belongs to the backend.
+    """The cache of one layer or of several. Axis 0 of each leaf counts blocks; the rest belongs to the backend.
 
-    Layers behind blocks: a block's bytes of all layers are one run, to be moved between memories at once.
+    Layers lie behind blocks: a block's bytes of all layers are one run, to be moved between memories at once.
     """
 
     k: jax.Array

@@ -36,8 +36,9 @@ def init_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, num_layers: int = 1
 ) -> KVBlocks:
     """Zeroed K and V, [num_blocks, num_layers, block_size, kv_heads * head_dim] each, half precision as bits."""
-    shape = (num_blocks, num_layers, block_size, num_kv_heads * head_dim)
-    stored = _stored(dtype)
+    # XLA:CPU copies the cache around an axis of one, so a single layer has none.
+    layers = (num_layers,) if num_layers > 1 else ()
+    shape, stored = (num_blocks, *layers, block_size, num_kv_heads * head_dim), _stored(dtype)
     return KVBlocks(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
 
 
@@ -66,7 +67,7 @@ def attend(
 
 def _in_layer(ragged: Ragged, layer: int | jax.Array, cache: KVBlocks) -> Ragged:
     """Tables and slots that count blocks of one layer: the layers' blocks alternate in the flat cache."""
-    num_layers, block_size = cache.k.shape[1:3]
+    num_layers, block_size = cache.k.shape[1] if cache.k.ndim == 4 else 1, cache.k.shape[-2]
     blocks, offsets = ragged.slots // block_size, ragged.slots % block_size
     return ragged._replace(
         block_tables=ragged.block_tables * num_layers + layer,
@@ -76,7 +77,7 @@ def _in_layer(ragged: Ragged, layer: int | jax.Array, cache: KVBlocks) -> Ragged
 
 def _write(cached: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
     """The flat cache [num_blocks * num_layers, block_size, kv_heads * head_dim] with `values` at `slots`."""
-    block_size, columns = cached.shape[2:]
+    block_size, columns = cached.shape[-2:]
     flat = cached.reshape(-1, columns)
     bits = lax.bitcast_convert_type(values, cached.dtype).reshape(-1, columns)
     return write_slots(flat, bits, slots).reshape(-1, block_size, columns)

@@ -70,12 +70,13 @@ def run(
     empty = backend.init_cache(*case.history.shape[1:], dtype, num_layers=num_layers)
     leaves = []
     for leaf, old in zip(empty, case.history):
-        poisoned = np.full(leaf.shape, np.nan, jnp.dtype(dtype))
-        poisoned[:, layer] = old.reshape(poisoned[:, layer].shape)
-        leaves.append(jnp.asarray(poisoned.view(leaf.dtype)))
+        poisoned = np.full((NUM_BLOCKS, num_layers, *old.shape[1:]), np.nan, jnp.dtype(dtype))
+        poisoned[:, layer] = old
+        leaves.append(jnp.asarray(poisoned.view(leaf.dtype).reshape(leaf.shape)))
     attend = compiled(backend, case.scale, tuple(options.items()))
     out, new = attend(q, k, v, KVBlocks(*leaves), case.ragged, layer=jnp.int32(layer))
-    stored = [np.asarray(leaf)[:, layer].view(jnp.dtype(dtype)).reshape(case.history.shape[1:]) for leaf in new]
+    every = (NUM_BLOCKS, num_layers, *case.history.shape[2:])
+    stored = [np.asarray(leaf).view(jnp.dtype(dtype)).reshape(every)[:, layer] for leaf in new]
     return np.asarray(out, np.float32), np.stack(stored).astype(np.float32)
 
 
