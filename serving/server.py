@@ -6,7 +6,6 @@ While the model loads /health answers already, /ready and the API say 503, and a
 """
 
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -36,8 +35,8 @@ def serve(
     max_body_bytes: int = MAX_BODY_BYTES,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until a signal and returns the exit status: 0, or 1 if the engine died. A signal that comes while the
-    model still loads ends the process here, with 128 + its number.
+    """Serves until a signal and returns the exit status: 0, 1 if the engine died, or 128 + the signal's number if it
+    came while the model still loaded. Threads that compile cannot be stopped: leave with `os._exit`.
 
     The port is taken before the engine is made, so that a port in use is found before a model is loaded.
     `on_ready` is called with the URL once the model is loaded. Raises ConfigError, and what the engine raises.
@@ -46,14 +45,9 @@ def serve(
     try:
         app = create_app(make_engine(), max_body_bytes=max_body_bytes)
         server = DrainingServer(app, listener, drain_timeout_s, on_ready)
-        status = server.serve_until_signal()
+        return server.serve_until_signal()
     finally:
         listener.close()
-    if server.left_loading:
-        # Compiling threads cannot be stopped, and the interpreter would wait for all that they still have to do.
-        logging.shutdown()
-        os._exit(status)
-    return status
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -108,11 +102,6 @@ class DrainingServer(uvicorn.Server):
     def url(self) -> str:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    @property
-    def left_loading(self) -> bool:
-        """Whether it stopped before the engine had started."""
-        return not self._has_started
 
     def serve_until_signal(self) -> int:
         try:

@@ -85,7 +85,7 @@ def test_toml_file_with_a_mistake_is_refused(tmp_path, text, complaint):
 
 
 def test_missing_config_file_is_one_line_and_status_2(capsys):
-    assert cli.main(["serve", "smollm2-135m", "--config", "/nowhere.toml"]) == 2
+    assert cli.run(["serve", "smollm2-135m", "--config", "/nowhere.toml"]) == 2
     assert capsys.readouterr().err == "pagedjax serve: error: --config /nowhere.toml: No such file or directory\n"
 
 
@@ -97,7 +97,7 @@ def test_command_line_wins_over_the_file(tmp_path):
 
 
 def test_serve_without_a_model_says_what_to_do(capsys):
-    assert cli.main(["serve"]) == 2
+    assert cli.run(["serve"]) == 2
     assert "pagedjax serve smollm2-135m" in capsys.readouterr().err
 
 
@@ -105,13 +105,13 @@ def test_serve_without_a_model_says_what_to_do(capsys):
     "flag", ["--max-body-bytes=0", "--drain-timeout-s=-1", "--drain-timeout-s=nan", "--port=70000"]
 )
 def test_serve_refuses_what_is_out_of_range(flag, capsys):
-    assert cli.main(["serve", "smollm2-135m", flag]) == 2
+    assert cli.run(["serve", "smollm2-135m", flag]) == 2
     assert flag.partition("=")[0] in capsys.readouterr().err
 
 
 def test_serve_names_the_fix_for_a_port_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert cli.main(["serve", "smollm2-135m", "--port", str(taken.getsockname()[1])]) == 2
+        assert cli.run(["serve", "smollm2-135m", "--port", str(taken.getsockname()[1])]) == 2
     assert "--port" in capsys.readouterr().err
 
 
@@ -122,9 +122,23 @@ def test_every_command_has_help(command):
     assert f"pagedjax {command}" in done.stdout
 
 
+def test_a_command_leaves_with_its_status_whatever_threads_still_do():
+    code = (
+        "import threading, time; from pagedjax import cli; cli.run = lambda words: print('said') or 7;"
+        "threading.Thread(target=time.sleep, args=(300,)).start(); cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (7, "said\n")
+
+
+def test_output_that_cannot_be_written_is_a_failure():
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-m", "pagedjax", "info"], stdout=full).returncode == 1
+
+
 def test_abbreviated_flags_are_refused(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["serve", "m", "--max-num-se", "3"])
+        cli.run(["serve", "m", "--max-num-se", "3"])
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
@@ -323,10 +337,10 @@ def test_refusal_of_the_server_reaches_the_user():
 
 
 def test_remote_chat_without_a_server_is_a_plain_error(capsys):
-    assert cli.main(["chat", "--url", "http://127.0.0.1:9"]) == 2
+    assert cli.run(["chat", "--url", "http://127.0.0.1:9"]) == 2
     assert "no server that speaks OpenAI's API answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def test_engine_flags_are_refused_where_there_is_no_engine(capsys):
-    assert cli.main(["chat", "--url", "http://127.0.0.1:9", "--block-size", "32"]) == 2
+    assert cli.run(["chat", "--url", "http://127.0.0.1:9", "--block-size", "32"]) == 2
     assert "block_size" in capsys.readouterr().err
