@@ -28,7 +28,7 @@ from pagedjax.weights.store import ProgressBar
 logger = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 120.0
-_IDLE_WAIT_S = 0.5
+STOP_TIMEOUT_S = 10.0
 
 
 class Stream:
@@ -120,14 +120,16 @@ class AsyncEngine:
         await ready
 
     async def stop(self) -> None:
-        """End what still runs with an error, and the thread."""
+        """End what still runs with an error, and the thread, unless its step hangs: a device cannot be interrupted."""
         self.drain()
         for stream in list(self._streams.values()):
             stream.feed(Update(stream.request_id, None, error=EngineError("the server is shutting down")))
             self._drop(stream)
         self._commands.put(None)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("event=engine_left_behind waited_s=%g", STOP_TIMEOUT_S)
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -165,27 +167,32 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        return self._ready_engine(draining=True).state.config.max_model_len
+        return self._loaded_engine().state.config.max_model_len
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._ready_engine(draining=True).tokenizer
+        return self._loaded_engine().tokenizer
 
     @property
     def metrics(self) -> EngineMetrics:
-        return self._ready_engine(draining=True).metrics
+        return self._loaded_engine().metrics
 
     def state(self) -> State:
         """The scheduler's latest state: a value, safe to look at on any thread."""
-        return self._ready_engine(draining=True).state
+        return self._loaded_engine().state
 
-    def _ready_engine(self, *, draining: bool = False) -> Engine:
+    def _ready_engine(self) -> Engine:
         if self._failure is not None:
             raise EngineError(f"the engine has stopped: {self._failure}")
+        engine = self._loaded_engine()
+        if self._draining:
+            raise RequestError("the server is shutting down", code="draining")
+        return engine
+
+    def _loaded_engine(self) -> Engine:
+        """To look at: what has failed still shows its state and metrics."""
         if self._engine is None:
             raise RequestError("the model is still loading", code="not_ready")
-        if self._draining and not draining:
-            raise RequestError("the server is shutting down", code="draining")
         return self._engine
 
     def _seconds_since_progress(self) -> float:

@@ -1,6 +1,7 @@
 """The engine behind its thread: streams, aborts, failures, draining."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -97,6 +98,24 @@ def test_stop_ends_what_still_runs_with_an_error():
         await engine.stop()
         with pytest.raises(EngineError):
             await text(stream)
+
+    asyncio.run(main())
+
+
+def test_stop_leaves_a_step_that_hangs_behind(monkeypatch):
+    monkeypatch.setattr("pagedjax.engine.async_engine.STOP_TIMEOUT_S", 0.1)
+    hang = threading.Event()
+
+    async def main():
+        inner = make_engine()
+        inner.runner.collect = lambda handle: hang.wait() and handle
+        engine = AsyncEngine(inner.config, lambda config: inner)
+        await engine.start()
+        engine.submit("abc", PARAMS)
+        while not inner.state.in_flight:
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(engine.stop(), 30)
+        hang.set()
 
     asyncio.run(main())
 

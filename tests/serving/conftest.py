@@ -223,16 +223,17 @@ def serving_of():
     @contextlib.contextmanager
     def serving(engine, drain_timeout_s=5.0, **options):
         listener = bind("127.0.0.1", 0)
-        server = DrainingServer(create_app(engine, **options), listener, drain_timeout_s)
+        app = create_app(engine, **options)
+        server = DrainingServer(app, listener, drain_timeout_s)
         thread = threading.Thread(target=server.serve_until_signal)
         thread.start()
-        wait_for(lambda: server.started and (engine.started or engine.loading))
+        wait_for(lambda: server.started and (app.state.service.is_ready() or engine.loading))
         try:
             yield server
         finally:
             for _ in range(2):
                 server.handle_exit(15, None)
-            thread.join(10)
+            thread.join(30)
             assert not thread.is_alive()
 
     return serving
@@ -243,7 +244,7 @@ def wait_for_fixture():
     return wait_for
 
 
-def wait_for(condition, timeout_s=5.0):
+def wait_for(condition, timeout_s=30.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"

@@ -27,7 +27,7 @@ async def call_and_leave(app, body, leave_after):
     if not leave_after:
         asyncio.get_running_loop().call_later(0.05, gone.set)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(app(scope, receive, send), 5)
+    await asyncio.wait_for(app(scope, receive, send), 30)
     return sent
 
 

@@ -89,9 +89,9 @@ def test_the_engine_starts_and_stops_with_the_server(serving_of, engine):
     assert engine.stopped
 
 
-def test_draining_refuses_the_new_and_finishes_the_running(serving_of, FakeEngine, wait_for):
+def test_draining_refuses_the_new_and_the_second_signal_ends_the_running(serving_of, FakeEngine, wait_for):
     engine = FakeEngine(hang=True)
-    with serving_of(engine, drain_timeout_s=1.0) as server:
+    with serving_of(engine, drain_timeout_s=300) as server:
         url, answers = f"{server.url}/v1/completions", []
         body = {"model": "tiny", "prompt": "Hi", "max_tokens": 99}
         running = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
@@ -101,7 +101,8 @@ def test_draining_refuses_the_new_and_finishes_the_running(serving_of, FakeEngin
         wait_for(lambda: engine.draining)
         assert httpx.get(f"{server.url}/ready").status_code == 503
         assert httpx.post(url, json=body).status_code == 503
-        running.join(5)
+        server.handle_exit(15, None)
+        running.join(30)
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
     assert len(engine.aborted) == 1
 
@@ -153,10 +154,15 @@ def test_while_the_model_loads_the_server_is_alive_and_not_ready(serving_of, eng
 
 def test_ready_is_told_once_the_engine_has_started(engine):
     told = []
-    server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0, on_ready=told.append)
-    threading.Timer(0.5, server.handle_exit, (15, None)).start()
+
+    def tell(url):
+        told.append((url, engine.started))
+        server.handle_exit(15, None)
+
+    server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0, on_ready=tell)
     assert server.serve_until_signal() == 0
-    assert [url.startswith("http://127.0.0.1:") for url in told] == [True]
+    ((url, has_started),) = told
+    assert url.startswith("http://127.0.0.1:") and has_started
 
 
 def test_an_engine_that_stays_dead_ends_the_process_with_an_error(engine, monkeypatch):
@@ -171,5 +177,4 @@ def test_a_signal_while_the_model_loads_leaves_at_once_with_its_number(engine):
     server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 60.0)
     threading.Timer(0.3, server.handle_exit, (15, None)).start()
     assert server.serve_until_signal() == 143
-    assert server.left_loading
     assert not engine.stopped

@@ -1,0 +1,95 @@
+"""The app over the engine itself, on a device that counts: what a client does reaches the scheduler, and back."""
+
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from pagedjax.engine.async_engine import AsyncEngine
+from tests.engine.fakes import make_engine
+
+LONG = {"model": "counting", "prompt": "abc", "max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine():
+    """Each step takes 50 ms, so that a client can go in the middle of an answer."""
+    return make_async_engine(step_s=0.05)
+
+
+def make_async_engine(step_s=0.0, **options):
+    inner = make_engine(**options)
+    collect = inner.runner.collect
+    inner.runner.collect = lambda handle: time.sleep(step_s) or collect(handle)
+    return AsyncEngine(inner.config, lambda config: inner)
+
+
+def aborts(engine):
+    return engine.metrics.registry.get_sample_value("pagedjax_requests_total", {"outcome": "abort"})
+
+
+def test_openai_s_client_is_answered_by_the_engine(serving_of, engine):
+    with (
+        serving_of(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = client.completions.create(model="counting", prompt=["abc", "ABC"], max_tokens=5, n=2)
+        with client.completions.create(model="counting", prompt="abc", max_tokens=5, stream=True) as stream:
+            streamed = "".join(chunk.choices[0].text for chunk in stream)
+    assert [choice.text for choice in whole.choices] == ["defgh", "defgh", "DEFGH", "DEFGH"]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (6, 20)
+    assert streamed == "defgh"
+
+
+def test_a_client_that_goes_in_mid_stream_frees_its_blocks(serving_of, engine, wait_for):
+    with serving_of(engine) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            next(answer.iter_bytes())
+        wait_for(lambda: not engine.state().running and not engine.state().pool.counts)
+        assert aborts(engine) == 1
+
+
+def test_a_client_that_goes_before_its_whole_answer_frees_its_blocks(serving_of, engine, wait_for):
+    with serving_of(engine) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=httpx.Timeout(30, read=0.3))
+        wait_for(lambda: not engine.state().running and not engine.state().pool.counts)
+        assert aborts(engine) == 1
+
+
+def test_a_drain_finishes_what_runs(serving_of, engine, wait_for):
+    answers = []
+    with serving_of(engine, drain_timeout_s=300) as server:
+        url = f"{server.url}/v1/completions"
+        body = {**LONG, "max_tokens": 12}
+        running = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=60)))
+        running.start()
+        wait_for(lambda: engine.state().running)
+        server.handle_exit(15, None)
+        running.join(60)
+    assert [answer.status_code for answer in answers] == [200]
+    assert answers[0].json()["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "status", "code"),
+    [
+        ({}, {"prompt": "a" * 64}, 400, "context_length_exceeded"),
+        ({"num_gpu_blocks_override": 4}, {"prompt": "a" * 30}, 400, "prompt_exceeds_kv_cache"),
+        ({"max_queued_requests": 1}, {"n": 2}, 429, "queue_full"),
+    ],
+)
+def test_refusals_of_the_scheduler_have_their_status(serving_of, options, fields, status, code):
+    with serving_of(make_async_engine(**options)) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 1, **fields}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_a_failed_step_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine):
+    with serving_of(engine) as server:
+        engine._engine.runner.fail_at_plan = 2
+        answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+        statuses = [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")]
+    assert (answer.status_code, statuses) == (500, [503, 503, 200])
