@@ -133,9 +133,9 @@ class Generation:
                 choice = self._choices[prompt_index * self._call.params.n + delta.index]
                 if delta.finish_reason == FinishReason.ABORT:
                     raise errors.shutting_down()
-                choice.finish_reason = delta.finish_reason
                 if isinstance(self._call, CompletionCall) and self._call.score_only:
-                    delta = _Unshown(delta.index, finish_reason=delta.finish_reason)
+                    delta = _Unshown(delta.index)
+                choice.finish_reason = delta.finish_reason
                 self._num_completion_tokens += len(delta.token_ids)
                 yield choice, delta
         if any(choice.finish_reason is None for choice in self._choices):
@@ -153,13 +153,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class _Unshown:
-    """A delta without what it brought: the token that the engine makes to score a prompt."""
+    """The end of a scored prompt, without the token that the engine had to make and without why that one ended."""
 
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: None = None
-    finish_reason: str | None = None
+    finish_reason: str = FinishReason.LENGTH
     stop_reason: None = None
 
 

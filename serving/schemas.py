@@ -224,9 +224,10 @@ def _known(body: dict[str, Any], table: Mapping[str, Check], prefix: str = "") -
     return {name: table[name](value, f"{prefix}{name}") for name, value in body.items() if value is not None}
 
 
-def _required(given: Mapping[str, Any], name: str) -> Any:
+def _required(given: Mapping[str, Any], name: str, prefix: str = "") -> Any:
     if name not in given:
-        raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+        path = f"{prefix}{name}"
+        raise RequestError(f"{path} is required", param=path, code="missing_required_parameter")
     return given[name]
 
 
@@ -319,10 +320,8 @@ def _message(value: Any, i: int) -> dict[str, str]:
     if role not in ROLES:
         message = f"{where}.role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}"
         raise RequestError(message, param=f"{where}.role")
-    if "content" not in given:
-        raise RequestError(f"{where}.content is required", param=f"{where}.content", code="missing_required_parameter")
     named = {"name": given["name"]} if "name" in given else {}
-    return {"role": ROLES[role], "content": given["content"], **named}
+    return {"role": ROLES[role], "content": _required(given, "content", f"{where}."), **named}
 
 
 def _content(value: Any, name: str) -> str:
@@ -339,4 +338,4 @@ def _text_part(value: Any, name: str) -> str:
     if kind != "text":
         raise fields.unsupported(f"{name}.type", kind)
     given = _known(value, {"type": string, "text": string}, f"{name}.")
-    return str(_required(given, "text"))
+    return str(_required(given, "text", f"{name}."))

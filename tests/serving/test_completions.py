@@ -89,6 +89,12 @@ def test_max_tokens_0_with_echo_only_scores_the_prompt(client):
     assert body["usage"]["completion_tokens"] == 0
 
 
+def test_what_the_unshown_token_is_does_not_show_in_the_finish_reason(client_of, FakeEngine):
+    """The engine's one token ends the text here."""
+    choice = client_of(FakeEngine(reply=())).complete(prompt="ab", echo=True, max_tokens=0).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+
+
 def test_prompt_logprobs_are_listed_by_token_id(client):
     choice = client.complete(prompt="ab", prompt_logprobs=1, max_tokens=1).json()["choices"][0]
     assert choice["prompt_logprobs"] == [

@@ -128,7 +128,7 @@ def test_completions_refuse(client, engine, fields, param):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
             "messages[0].content[0].type",
