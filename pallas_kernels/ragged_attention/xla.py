@@ -120,7 +120,7 @@ def _decode(q: jax.Array, cache: KVBlocks, ragged: Ragged, scale: float, tiles: 
     shape = (num_rows + items, kv_heads, group)
     state = Running(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     state = lax.fori_loop(0, -(-pieces.total // items), step, state)
-    out = state.out / jnp.where(state.total > 0, state.total, 1.0)[..., None]
+    out = state.out / jnp.where(state.total == 0, 1.0, state.total)[..., None]
     rows = min(num_rows, num_tokens)
     return jnp.zeros(q.shape, jnp.float32).at[:rows].set(out[:rows])
 
@@ -156,15 +156,19 @@ def _fold(state: Running, partial: Running, row: jax.Array, live: jax.Array) -> 
     first = row[0]
     old = Running(*(lax.dynamic_slice_in_dim(x, first, items) for x in state))
     owns = (row - first == jnp.arange(items)[:, None]) & live  # [slice row, piece]
-    peak = jnp.max(jnp.where(owns[..., None, None], partial.peak, MASKED), axis=1)
-    peak = jnp.maximum(old.peak, peak)
+    owned = owns[..., None, None]
+    peak = jnp.maximum(old.peak, jnp.max(jnp.where(owned, partial.peak, MASKED), axis=1))
     decay = jnp.exp(old.peak - peak)
     # A piece's factor; pieces outside every row of the slice are dead and weigh 0.
-    factor = jnp.einsum("ri,rkg->ikg", owns.astype(jnp.float32), peak, precision=lax.Precision.HIGHEST)
+    factor = jnp.sum(jnp.where(owned, peak[:, None], 0.0), axis=0)
     factor = jnp.where(live[:, None, None], jnp.exp(partial.peak - factor), 0.0)
-    onto = owns.astype(jnp.float32)
-    total = old.total * decay + jnp.tensordot(onto, partial.total * factor, 1, precision=lax.Precision.HIGHEST)
-    add = jnp.tensordot(onto, partial.out * factor[..., None], 1, precision=lax.Precision.HIGHEST)
+    # A dot would carry NaN and infinity to every row, since 0 * NaN is NaN: such a piece marks its own row's total.
+    weighed = partial.out * factor[..., None]
+    is_sound = jnp.isfinite(jnp.sum(weighed, -1))
+    weighed = jnp.where(is_sound[..., None], weighed, 0.0)
+    add = jnp.tensordot(owns.astype(jnp.float32), weighed, 1, precision=lax.Precision.HIGHEST)
+    totals = jnp.where(is_sound, partial.total * factor, jnp.nan)
+    total = old.total * decay + jnp.sum(jnp.where(owned, totals, 0.0), axis=1)
     new = Running(peak, total, old.out * decay[..., None] + add)
     return Running(*(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(state, new)))
 

@@ -65,6 +65,19 @@ def test_padding_tokens_write_nothing_and_give_zero(backend):
     assert written.sum() == sum(kv_len for _, kv_len in MIXES["decodes"])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("mix", ["decodes and chunks", "one long among many short"])
+@pytest.mark.parametrize("backend", [reference.BACKEND, *BACKENDS], **by_name)
+def test_a_row_that_is_no_number_keeps_it_to_itself(backend, mix, bad):
+    case = make_case(SHAPE, MIXES[mix])
+    clean = run(backend, case, jnp.float32)[0]
+    for name in ("q", "k", "v"):
+        broken = case._replace(**{name: getattr(case, name).at[0].set(bad)})
+        out = run(backend, broken, jnp.float32)[0]
+        assert not np.isfinite(out[0]).any()
+        np.testing.assert_array_equal(out[1:], clean[1:])
+
+
 @pytest.mark.parametrize("backend", BACKENDS, **by_name)
 def test_the_cache_is_updated_in_place_under_donation(backend):
     case = make_case(SHAPE, MIXES["decodes"])

@@ -122,7 +122,9 @@ def test_prompt_logprobs_are_those_the_tokens_had_when_sampled(runner):
 def test_a_sequence_whose_logits_are_no_numbers_is_flagged_and_leaves_nothing_behind(runner):
     expected = generate(runner, PROMPTS, params(temperature=0))
     assert not any(one.faulty for one in expected)
-    assert generate(runner, [[4, POISON, 8]], params(temperature=0))[0].faulty
+    together = generate(runner, [*PROMPTS[:3], [4, POISON, 8]], params(temperature=0))
+    assert [one.faulty for one in together] == [False, False, False, True]
+    assert ids(together)[:3] == ids(expected)[:3]
     # The blocks that it used serve others as before.
     assert ids(generate(runner, PROMPTS, params(temperature=0))) == ids(expected)
 
