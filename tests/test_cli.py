@@ -142,6 +142,11 @@ def test_abbreviated_flags_are_refused(capsys):
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+def test_info_knows_less_but_does_not_fail_without_what_only_linux_has(monkeypatch):
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    assert "cores" in info.report()
+
+
 def test_info_names_versions_devices_and_backends():
     text = info.report()
     assert all(word in text for word in ("pagedjax", "jax ", "cores", "cpu", "ragged_attention", "model cache"))

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from pagedjax import __version__
+from pagedjax.bench.machine import describe_machine
+from pagedjax.engine.config import cpu_flags
 
 PACKAGES = (
     "jax",
@@ -19,7 +21,8 @@ PACKAGES = (
     "uvicorn",
     "jax-triton",
 )
-CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
+X86_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
+ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "sve", "i8mm", "bf16")
 
 
 def report() -> str:
@@ -45,23 +48,12 @@ def _versions() -> Iterator[str]:
 
 
 def _processor() -> Iterator[str]:
-    described = _cpuinfo()
-    flags = set(described.get("flags", "").split())
-    yield _row("model", described.get("model name", platform.processor() or platform.machine()))
-    yield _row("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
-    yield _row("features", " ".join(f for f in CPU_FEATURES if f in flags) or "none known")
-    yield _row("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB")
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first processor's entries in /proc/cpuinfo; empty where there is none."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            first = file.read().split("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    machine, flags = describe_machine(), cpu_flags()
+    memory_bytes = machine["memory_bytes"]
+    yield _row("model", machine["cpu"])
+    yield _row("cores", f"{machine['num_cpus']} usable of {os.cpu_count()}")
+    yield _row("features", " ".join(f for f in X86_FEATURES + ARM_FEATURES if f in flags) or "none known")
+    yield _row("memory", "unknown" if memory_bytes is None else f"{memory_bytes / 2**30:.1f} GiB")
 
 
 def _devices() -> Iterator[str]:

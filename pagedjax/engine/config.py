@@ -132,12 +132,16 @@ def _dtype(dtype: Dtype, platform: str) -> Dtype:
 
 def cpu_has_bf16() -> bool:
     """Whether this processor multiplies bfloat16 natively (AVX-512 BF16, AMX or Arm BF16)."""
+    return not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def cpu_flags() -> set[str]:
+    """What Linux says that this processor can do; empty elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    flags = {word for line in text.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
-    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+        return set()
+    return {word for line in text.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
 
 
 def _compilation_cache_dir() -> str:
