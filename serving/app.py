@@ -1,7 +1,6 @@
 """The HTTP app: routes parse, submit, stream, render."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,6 @@ from serving.interfaces import Engine, Stream
 from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head
 from serving.schemas import ChatCall, ModelFacts, Prompt, parse_chat, parse_completion
-
-log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 60.0

@@ -1,12 +1,15 @@
 """What serving needs of an engine: the shape of `pagedjax.engine.async_engine.AsyncEngine` and of the tests' fake."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
 from pagedjax.core.request import Logprob, SamplingParams
 from pagedjax.core.state import State
+
+if TYPE_CHECKING:
+    from pagedjax.engine.async_engine import AsyncEngine
 
 TokenLogprobs = Mapping[int, Logprob]
 
@@ -83,3 +86,10 @@ class Engine(Protocol):
     def is_ready(self) -> bool: ...
     def is_alive(self) -> bool: ...
     def drain(self) -> None: ...
+
+
+if TYPE_CHECKING:
+
+    def _fits(engine: AsyncEngine) -> Engine:
+        """Checked by the type checker: the engine has this shape."""
+        return engine
