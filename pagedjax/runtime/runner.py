@@ -29,9 +29,6 @@ from pagedjax.runtime.slots import SlotTable
 from pagedjax.runtime.tokens import TokenTable
 from pallas_kernels.ragged_attention import AttentionBackend
 
-# A finished sequence keeps its slot until the last step that contains it is done, while its successor already runs.
-_SLOTS_PER_SEQUENCE = 2
-
 
 class PromptScores(NamedTuple):
     """Log-probabilities of the prompt tokens at positions `start` and on."""
@@ -99,7 +96,8 @@ class Runner:
         self._config, self._scheduler, self._runtime = config, scheduler, runtime
         self._backend, self._dtype = backend, dtype
         self._parts = programs.split_model(model, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
-        self._num_slots = scheduler.max_num_seqs * _SLOTS_PER_SEQUENCE
+        # A sequence leaves `State.running` and gives up its slot in one update, before any other is planned.
+        self._num_slots = scheduler.max_num_seqs
         self._warm_compiles: int | None = None
         self.reset()
 

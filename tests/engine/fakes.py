@@ -44,14 +44,17 @@ class CountingRunner:
 
     recompiles = 0
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.tokens = TokenTable(VOCAB_SIZE)
+        self.num_slots, self.slots = num_slots, set()
         self.history: dict[int, list[int]] = {}
         self.fail_at_plan: int | None = None
 
     def dispatch(self, plan: StepPlan) -> StepResult:
         if plan.plan_id == self.fail_at_plan:
             raise RuntimeError("the device fell over")
+        self.slots |= {row.sequence_id for row in plan.rows}
+        assert len(self.slots) <= self.num_slots
         ids = np.array([self._sample(row) for row in plan.rows], np.int32)
         faulty = np.array([row.samples for row in plan.rows]) & (ids < 0)
         return StepResult(plan.plan_id, ids, faulty, None, {}, 0.0, 0.0)
@@ -61,6 +64,7 @@ class CountingRunner:
 
     def release(self, sequence_id: int) -> None:
         self.history.pop(sequence_id, None)
+        self.slots.discard(sequence_id)
 
     def _sample(self, row) -> int:
         if not row.samples:
@@ -77,7 +81,8 @@ class CountingRunner:
 def make_engine(**options) -> Engine:
     limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = EngineConfig(model="counting", **{**limits, "num_gpu_blocks_override": 64, **options})
-    return Engine(config, config.scheduler(config.num_gpu_blocks_override), CountingRunner(), LetterTokenizer())
+    runner = CountingRunner(num_slots=config.max_num_seqs)
+    return Engine(config, config.scheduler(config.num_gpu_blocks_override), runner, LetterTokenizer())
 
 
 def texts(engine: Engine, requests: Sequence) -> list[str]:

@@ -1,5 +1,7 @@
 """The step loop's body over a counting device: what callers get, and what is left behind."""
 
+import random
+
 import pytest
 
 from pagedjax.core.errors import RequestError
@@ -30,7 +32,7 @@ def assert_nothing_is_left(engine) -> None:
     check(engine.state)
     assert not engine.state.running and not engine.state.waiting.places and not engine.state.in_flight
     assert not engine.state.pool.counts and not engine.state.pending
-    assert not engine.runner.history and len(engine.runner.tokens) == 0
+    assert not engine.runner.history and not engine.runner.slots and len(engine.runner.tokens) == 0
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
@@ -104,6 +106,25 @@ def test_abort_frees_everything_by_the_last_step_that_contains_it():
         assert engine.step() == []
         num_steps += 1
     assert num_steps <= 2
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_arrivals_aborts_faults_and_preemptions_in_any_order_leave_nothing(seed):
+    rng = random.Random(seed)
+    engine = make_engine(num_gpu_blocks_override=12)
+    for i in range(60):
+        prompt = [rng.choice((POISON, 1, 2, 3)), *range(rng.randrange(12))]
+        wish = params(max_tokens=rng.randrange(1, 30), n=rng.choice((1, 1, 3)), ignore_eos=True)
+        engine.add(engine.prepare(prompt, wish, request_id=str(i)))
+        for _ in range(rng.randrange(3)):
+            engine.step()
+        if rng.random() < 0.4:
+            engine.abort(str(rng.randrange(i + 1)))
+        check(engine.state)
+    while engine.has_work:
+        engine.step()
+    assert engine.metrics.preemptions._value.get() > 0
     assert_nothing_is_left(engine)
 
 
