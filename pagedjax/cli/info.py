@@ -13,7 +13,6 @@ PACKAGES = (
     "jax",
     "jaxlib",
     "flax",
-    "transformers",
     "tokenizers",
     "numpy",
     "gguf",
