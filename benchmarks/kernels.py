@@ -9,12 +9,12 @@ least wall time counts; the least CPU time of all threads beside it says what a 
 import argparse
 import json
 import os
-import platform
-import subprocess
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pagedjax.bench.machine import describe_machine, git_commit, versions
 from pagedjax.models import llama, stack
 from pagedjax.models.config import ModelConfig
 from pallas_kernels import dispatch
@@ -82,9 +83,11 @@ def main() -> None:
     backend = dispatch.choose("ragged_attention", platform=platform_name, shape=shape, dtype=options.dtype).backend
     bench = Bench(backend, options.dtype, options.repeats)
     record = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "machine": machine(),
+        "command": shlex.join(["python", *sys.argv]),
+        "git": git_commit(Path(__file__).parent),
+        "machine": describe_machine() | {"device": jax.devices()[0].device_kind},
+        "versions": versions(),
+        "load_average": os.getloadavg()[0],
         "backend": backend.name,
         "dtype": options.dtype,
         "steps": [bench.measure(kind) for kind in KINDS],
@@ -189,30 +192,6 @@ def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged]:
     num_decode = sum(q_len == 1 for q_len, _ in kind.rows)
     ragged = Ragged(*(np.asarray(x, np.int32) for x in (tables, q_starts, kv_lens, slots, num_decode)))
     return rng.integers(0, CONFIG.vocab_size, kind.num_tokens).astype(np.int32), positions, ragged
-
-
-def commit() -> str:
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return described.stdout.strip()
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "processor": processor(),
-        "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "load_before": round(os.getloadavg()[0], 1),
-    }
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/scheduler.py --out benchmarks/results/scheduler.json
 
-The limits are DESIGN's: a decode step (StepDue and StepDone together) within 1 ms at 256 running, 10,000 waiting and
-100,000 blocks; arrival and finish within 50 us + 1.5 us a block; planning a prefill within 1 ms + 2 us a new block; all
-of it flat in the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of
+The limits: a decode step (StepDue and StepDone together) within 1 ms at 256 running, 10,000 waiting and 100,000 blocks;
+arrival and finish within 50 us + 1.5 us a block; planning a prefill within 1 ms + 2 us a new block; all of it flat in
+the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of
 its rows. Times are CPU times of the thread over single calls: best, median and 99th percentile. The garbage collector
 runs, after what the set-up made was frozen, as a server does once it has started. A *warm* pool has no clean block: all
 that is free is idle and cached, so every block taken is an eviction.
@@ -14,9 +14,8 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
-import subprocess
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pagedjax.bench.machine import describe_machine, git_commit, versions
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.plan import RowResult
 from pagedjax.core.request import Request
@@ -50,9 +50,15 @@ def main() -> None:
         figures.append(figure)
         print(line(figure), flush=True)
     if args.out:
-        command = " ".join(["python", *sys.argv])
-        origin = {"command": command, "commit": commit(), "machine": machine(), "load_average": os.getloadavg()[0]}
-        report = {**origin, "unit": "us", "figures": figures}
+        report = {
+            "command": shlex.join(["python", *sys.argv]),
+            "git": git_commit(Path(__file__).parent),
+            "machine": describe_machine(),
+            "versions": versions(),
+            "load_average": os.getloadavg()[0],
+            "unit": "us",
+            "figures": figures,
+        }
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -206,22 +212,6 @@ def line(figure: Figure) -> str:
     times = f"best {figure['best']:9.1f}  median {figure['median']:9.1f}  p99 {figure['p99']:9.1f}"
     limit = f"  limit {figure['limit']:.1f}" if figure["limit"] else ""
     return f"{figure['what']:<22} {setting:<32} {times}{limit}"
-
-
-def commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    return run.stdout.strip()
-
-
-def machine() -> str:
-    return f"{processor()}, {platform.system()}, Python {platform.python_version()}"
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
 if __name__ == "__main__":
