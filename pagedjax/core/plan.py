@@ -36,8 +36,9 @@ class RowResult(NamedTuple):
     """What one row of a plan gave, in the plan's row order.
 
     `num_accepted` tokens were sampled and kept (0 for a chunk that does not reach the prompt's end).
-    `finish` is why the sequence ended, or None. `block_hashes` are those of blocks that the accepted tokens
-    complete, continuing the chain of `Arrived.block_hashes`.
+    `finish` is why the sequence ended, or None; "abort" says that the row failed, so that nobody may share what it
+    wrote. `block_hashes` are those of blocks that the accepted tokens complete, continuing the chain of
+    `Arrived.block_hashes`.
     """
 
     sequence_id: int

@@ -144,7 +144,7 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
     sequences = {s.request.sequence_id: s for s in state.running}
     for row, result in zip(plan.rows, event.results):
         sequences[row.sequence_id] = _accept(sequences[row.sequence_id], row, result, state.config)
-    named_blocks = _filled_blocks(plan, sequences, state.config.block_size)
+    named_blocks = _filled_blocks(plan, event.results, sequences, state.config.block_size)
     state = replace(
         state,
         running=tuple(sequences.values()),
@@ -223,12 +223,14 @@ def _check_names(sequence: Sequence, num_names: int, num_full: int) -> None:
         raise SchedulerError(f"sequence {sequence.sequence_id} has {num_full} full blocks and {num_names} names")
 
 
-def _filled_blocks(plan: StepPlan, sequences: dict[int, Sequence], block_size: int) -> list[tuple[bytes, int]]:
-    """The named blocks that a finished plan has computed, in its row order."""
+def _filled_blocks(
+    plan: StepPlan, results: tuple[RowResult, ...], sequences: dict[int, Sequence], block_size: int
+) -> list[tuple[bytes, int]]:
+    """The named blocks that a finished plan has computed, in its row order; not those of rows that failed."""
     named_blocks: list[tuple[bytes, int]] = []
-    for row in plan.rows:
+    for row, result in zip(plan.rows, results):
         end = row.start + row.length
-        if end % block_size < row.length:
+        if end % block_size < row.length and result.finish != FinishReason.ABORT:
             filled = slice(row.start // block_size, end // block_size)
             named_blocks += zip(sequences[row.sequence_id].block_hashes[filled], row.blocks[filled])
     return named_blocks

@@ -108,8 +108,8 @@ def register_before_done(plan_step):
 
 
 def register_under_a_neighbour_s_name(filled_blocks):
-    def mutant(plan, sequences, block_size):
-        named = filled_blocks(plan, sequences, block_size)
+    def mutant(*args):
+        named = filled_blocks(*args)
         return list(zip([name for name, _ in named], [block_id for _, block_id in named[1:] + named[:1]]))
 
     return mutant

@@ -159,6 +159,15 @@ def test_logits_that_are_not_finite_end_only_their_own_request():
     assert_nothing_is_left(engine)
 
 
+def test_blocks_of_a_failed_row_are_not_shared():
+    engine = make_engine()
+    engine.add(engine.prepare([POISON, *range(8)], params(), request_id="bad"))
+    while engine.has_work:
+        engine.step()
+    assert not engine.state.pool.cached
+    assert_nothing_is_left(engine)
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "code"),
     [("a" * 60, 5, "context_length_exceeded"), ("a" * 40, 20, "prompt_exceeds_kv_cache")],
