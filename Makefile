@@ -48,8 +48,7 @@ notebooks: $(DEV) ## run every notebook from top to bottom
 	$(SAY) 'Running the notebooks'
 	@$(BIN)/jupyter-execute notebooks/*.ipynb
 
-bench: $(DEV) ## measure MODEL (ARGS="serve --request-rate 2"; default: throughput)
-	$(SAY) 'Measuring $(MODEL)'
+bench: $(DEV) ## measure (ARGS="serve --request-rate 2"; default: throughput of MODEL)
 	@$(BIN)/pagedjax bench $(or $(ARGS),throughput --model $(MODEL))
 
 clean: ## remove the environment and what tools left behind

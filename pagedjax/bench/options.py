@@ -35,7 +35,10 @@ _TRACE_ONLY = ("time_scale", "max_input_len", "max_output_len")
 def add_serve(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("server")
     target.add_argument("--url", help="address of a running server with OpenAI's API; without it, one is started")
-    target.add_argument("--model", help="the server's model name (default: the first it lists), or the model to serve")
+    target.add_argument(
+        "--model",
+        help=f"the server's model name (default: the first it lists), or the model to serve (default: {DEFAULT_MODEL})",
+    )
     _add_engine(target, "of the server that is started")
     target.add_argument(
         "--startup-timeout", type=_positive, default=600.0, metavar="S", help="seconds until it is ready"

@@ -21,7 +21,7 @@ from pagedjax.bench.client import (
 )
 from pagedjax.bench.machine import peak_memory_bytes
 from pagedjax.bench.metrics import RequestRecord, ServeFigures, Status, serve_figures
-from pagedjax.bench.options import settings, warmup_workload, workload
+from pagedjax.bench.options import DEFAULT_MODEL, settings, warmup_workload, workload
 from pagedjax.bench.plot import check_plot, plot_serve
 from pagedjax.bench.report import Memory, check_writable, make_report
 from pagedjax.bench.server_process import serving
@@ -62,12 +62,11 @@ def _server(args: argparse.Namespace, stack: ExitStack) -> tuple[str, int | None
         if args.engine:
             raise ConfigError("--engine sets up a server of our own; it does not go with --url")
         return normalise_url(args.url), args.server_pid
-    if not args.model:
-        raise ConfigError("give --url of a running server, or --model to start one")
     if args.server_pid:
         raise ConfigError("--server-pid goes with --url")
-    print(f"starting a server for {args.model} …", file=sys.stderr)
-    return stack.enter_context(serving(args.model, dict(args.engine), args.startup_timeout))
+    model = args.model or DEFAULT_MODEL
+    print(f"starting a server for {model} …", file=sys.stderr)
+    return stack.enter_context(serving(model, dict(args.engine), args.startup_timeout))
 
 
 def _target(args: argparse.Namespace, url: str) -> Target:

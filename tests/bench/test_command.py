@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import threading
 from contextlib import contextmanager
 
@@ -82,7 +83,6 @@ def test_wrong_words_are_refused_by_the_parser(words, complaint, capsys):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "give --url of a running server, or --model to start one"),
         (["--url", "localhost:1"], "--url localhost:1 must begin with http"),
         (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1/v1/models"),
         (["--url", "http://h", "--engine", "dtype=float32"], "--engine sets up a server of our own"),
@@ -135,6 +135,21 @@ def test_a_run_prints_a_table_and_writes_json_and_a_picture(tmp_path, capsys):
     assert report["settings"]["model"] == "tiny"
     assert report["settings"]["input_len"] == [3, 3]
     assert report["settings"]["slo"] == {"ttft": 60000.0, "tpot": None, "itl": None, "e2e": None}
+
+
+def test_without_a_url_a_server_of_the_bundled_model_is_started(monkeypatch, tmp_path):
+    started, out = [], tmp_path / "run.json"
+
+    @contextmanager
+    def serving(model, options, startup_timeout_s):
+        started.append((model, options))
+        with running_server(ANSWERS) as server:
+            yield server.url, os.getpid()
+
+    monkeypatch.setattr("pagedjax.bench.serve.serving", serving)
+    assert main(["serve", *SHORT, "--engine", "max_num_seqs=4", "--json", str(out)]) == 0
+    assert started == [("smollm2-135m", {"max_num_seqs": 4})]
+    assert json.loads(out.read_text())["memory"]["host_peak_bytes"] > 0
 
 
 def test_warm_up_requests_are_sent_but_not_counted(tmp_path):
