@@ -1,7 +1,7 @@
 """What a caller asks for, and the part of it that the scheduler sees."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -68,9 +68,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _entries(self, "stop")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _entries(self, "stop_token_ids"))
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
         _check_numbers(self)
         _check_stops(self)
@@ -122,6 +124,15 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+def _entries(params: SamplingParams, name: str) -> tuple[Any, ...]:
+    value = getattr(params, name)
+    if value is None:
+        return ()
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be a list, not {type(value).__name__}", param=name)
+    return tuple(value)
+
+
 def _check_numbers(params: SamplingParams) -> None:
     _integer(params, "n", 1, MAX_N)
     _number(params, "temperature", 0.0, 2.0)
@@ -171,7 +182,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, not `math.isfinite`, which overflows for an integer beyond the floats.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _integer(params: SamplingParams, name: str, low: int, high: int | None, *, optional: bool = False) -> None:
