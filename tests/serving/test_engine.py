@@ -1,7 +1,11 @@
 """The app over the engine itself, on a device that counts: what a client does reaches the scheduler, and back."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -93,3 +97,28 @@ def test_a_failed_step_is_500_and_the_dead_engine_still_shows_its_metrics(servin
         answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
         statuses = [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")]
     assert (answer.status_code, statuses) == (500, [503, 503, 200])
+
+
+PROCESS = """
+import sys
+from pagedjax import cli
+from pagedjax.engine.async_engine import AsyncEngine
+from tests.engine.fakes import make_engine
+
+inner = make_engine()
+cli._engine = lambda config: AsyncEngine(inner.config, lambda config: inner)
+sys.argv = ["pagedjax", "serve", "counting", "--port", "0"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_process_leaves_with_status_0_at_a_signal(sent):
+    root = Path(__file__).parent.parent.parent
+    with subprocess.Popen([sys.executable, "-c", PROCESS], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("Ready on http://127.0.0.1:")
+            process.send_signal(sent)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
