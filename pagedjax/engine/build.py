@@ -1,6 +1,7 @@
 """From a configuration to a warm engine: find the model, resolve what is automatic, load, compile."""
 
 import gc
+import logging
 
 import jax
 
@@ -14,6 +15,8 @@ from pagedjax.runtime.runner import Runner
 from pagedjax.weights import load, store
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, progress: store.Progress | None = None) -> Engine:
@@ -35,6 +38,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     model = load.load_model(path, dtype=config.dtype, backend=backend)
     report("load", 1, 1)
     num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)
+    logger.info("event=resolved %s", chosen(config, backend.name, num_blocks))
     scheduler = config.scheduler(num_blocks)
     runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
@@ -57,6 +61,19 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
         ).backend
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{error}; set --attention-backend") from error
+
+
+def chosen(config: EngineConfig, attention_backend: str, num_blocks: int) -> str:
+    """What was left automatic, as it has been filled in: key=value."""
+    choices = {
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "num_blocks": num_blocks,
+        "attention_backend": attention_backend,
+        "compilation_cache_dir": config.compilation_cache_dir,
+    }
+    return " ".join(f"{name}={value}" for name, value in choices.items())
 
 
 def _silent(phase: str, done: int, total: int) -> None:
