@@ -6,16 +6,15 @@ Every field is a flag of `pagedjax serve`, a keyword of `LLM(...)` and a TOML ke
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.config import RuntimeConfig
-from pagedjax.weights.store import served_model_name
+from pagedjax.weights.store import home_directory, served_model_name
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-GIB = 2**30
 
 
 def _option(default: Any, group: str, text: str) -> Any:
@@ -52,9 +51,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _ = self.runtime
+        if self.dtype not in get_args(Dtype):
+            raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}; set --dtype")
         # The limits that are still automatic cannot be checked yet; stand-ins that fit the others are.
-        tokens = self.max_num_batched_tokens or max(self.max_num_seqs, self.max_model_len or 1, 1)
-        self._scheduler(num_blocks=1, max_model_len=self.max_model_len or 1, max_num_batched_tokens=tokens)
+        model_len = _or(self.max_model_len, 1)
+        tokens = _or(self.max_num_batched_tokens, max(self.max_num_seqs, model_len))
+        self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in 0..2^63 - 1, not {self.seed}; set --seed")
 
@@ -102,20 +104,24 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
 
     Raises ConfigError for limits that the model does not have.
     """
-    max_model_len = config.max_model_len or model.max_position_embeddings
+    max_model_len = _or(config.max_model_len, model.max_position_embeddings)
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings} positions; "
             "lower --max-model-len"
         )
-    max_num_batched_tokens = config.max_num_batched_tokens or _max_num_batched_tokens(config, max_model_len, platform)
+    enough_tokens = _max_num_batched_tokens(config, max_model_len, platform)
     return replace(
         config,
         dtype=_dtype(config.dtype, platform),
         max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        compilation_cache_dir=config.compilation_cache_dir or _compilation_cache_dir(),
+        max_num_batched_tokens=_or(config.max_num_batched_tokens, enough_tokens),
+        compilation_cache_dir=config.compilation_cache_dir or str(home_directory() / "compiled"),
     )
+
+
+def _or(value: int | None, automatic: int) -> int:
+    return automatic if value is None else value
 
 
 def _max_num_batched_tokens(config: EngineConfig, max_model_len: int, platform: str) -> int:
@@ -142,9 +148,3 @@ def cpu_flags() -> set[str]:
     except OSError:
         return set()
     return {word for line in text.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
-
-
-def _compilation_cache_dir() -> str:
-    home = os.environ.get("PAGEDJAX_HOME") or os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    folder = Path(home) if "PAGEDJAX_HOME" in os.environ else Path(home) / "pagedjax"
-    return str(folder / "compiled")

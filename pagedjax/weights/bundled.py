@@ -98,11 +98,16 @@ def cached_path(name: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """$PAGEDJAX_HOME/models, else pagedjax/models under $XDG_CACHE_HOME or ~/.cache."""
+    """Where models are kept."""
+    return home_directory() / "models"
+
+
+def home_directory() -> Path:
+    """$PAGEDJAX_HOME, else pagedjax under $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("PAGEDJAX_HOME"):
-        return Path(home).expanduser().absolute() / "models"
+        return Path(home).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).absolute() if base else Path.home() / ".cache") / "pagedjax" / "models"
+    return (Path(base).absolute() if base else Path.home() / ".cache") / "pagedjax"
 
 
 def is_complete(name: str) -> bool:

@@ -5,9 +5,18 @@ import re
 from pathlib import Path
 
 from pagedjax.core.errors import ConfigError
-from pagedjax.weights.bundled import BUNDLED, Progress, ProgressBar, cached_path, is_complete, pull
+from pagedjax.weights.bundled import BUNDLED, Progress, ProgressBar, cached_path, home_directory, is_complete, pull
 
-__all__ = ["BUNDLED", "Progress", "ProgressBar", "cached_path", "pull", "resolve", "served_model_name"]
+__all__ = [
+    "BUNDLED",
+    "Progress",
+    "ProgressBar",
+    "cached_path",
+    "home_directory",
+    "pull",
+    "resolve",
+    "served_model_name",
+]
 
 HUB_FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),

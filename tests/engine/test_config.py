@@ -16,6 +16,9 @@ from tests.runtime.tiny import CONFIG
         ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "--max-num-batched-tokens"),
         ({"max_model_len": -1}, "--max-model-len"),
+        ({"max_model_len": 0}, "--max-model-len"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
+        ({"dtype": "int8"}, "--dtype"),
         ({"kv_cache_memory": 0.0}, "--kv-cache-memory"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override"),
         ({"seed": -1}, "--seed"),
@@ -48,3 +51,18 @@ def test_a_context_longer_than_the_models_is_refused():
 def test_without_chunked_prefill_a_step_holds_the_longest_prompt():
     resolved = resolve(EngineConfig(enable_chunked_prefill=False), CONFIG, platform="cpu")
     assert resolved.max_num_batched_tokens >= resolved.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"PAGEDJAX_HOME": "/there"}, "/there/compiled"),
+        ({"PAGEDJAX_HOME": "", "XDG_CACHE_HOME": "/cache"}, "/cache/pagedjax/compiled"),
+        ({"PAGEDJAX_HOME": "~/mine", "HOME": "/me"}, "/me/mine/compiled"),
+        ({"PAGEDJAX_HOME": "", "XDG_CACHE_HOME": "", "HOME": "/me"}, "/me/.cache/pagedjax/compiled"),
+    ],
+)
+def test_compiled_programs_lie_beside_the_models(environment, folder, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert resolve(EngineConfig(), CONFIG, platform="cpu").compilation_cache_dir == folder
