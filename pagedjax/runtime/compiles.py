@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from pagedjax.core.errors import ConfigError
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _counter = itertools.count()
 _num_compiles = 0
@@ -21,9 +23,14 @@ def num_compiles() -> int:
 
 def use_persistent_cache(directory: str | Path) -> Path:
     """Keep compiled programs under `directory`, apart for each kind of CPU: a program made for another one may use
-    instructions that this one lacks. Gives the folder. A setting of the process."""
+    instructions that this one lacks. Gives the folder. A setting of the process. Raises ConfigError if it cannot be."""
     folder = Path(directory) / _cpu_kind()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep compiled programs in {folder}: {error.strerror}; set --compilation-cache-dir"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

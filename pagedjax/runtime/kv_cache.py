@@ -1,5 +1,6 @@
 """How many blocks the KV cache has, and the cache itself: one value a layer, whose layout is the backend's own."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,6 @@ def block_bytes(model: ModelConfig, backend: AttentionBackend, block_size: int, 
     return model.num_layers * backend.block_bytes(block_size, model.num_kv_heads, model.head_dim, dtype)
 
 
-def num_blocks_for_memory(num_bytes: float, bytes_per_block: int) -> int:
-    return int(num_bytes // bytes_per_block)
-
-
 def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_per_block: int) -> int:
     """The number of blocks to allocate. `scheduler.num_blocks` plays no part.
 
@@ -38,10 +35,10 @@ def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_
     sequence_blocks = num_blocks_for(scheduler.max_model_len, scheduler.block_size)
     if runtime.kv_cache_memory is not None:
         num_bytes = runtime.kv_cache_memory * GIB
-        num_blocks = num_blocks_for_memory(num_bytes, bytes_per_block)
+        num_blocks = int(num_bytes // bytes_per_block)
     else:
         num_bytes = automatic_bytes()
-        num_blocks = _steady(num_blocks_for_memory(num_bytes, bytes_per_block), sequence_blocks)
+        num_blocks = _steady(int(num_bytes // bytes_per_block), sequence_blocks)
         num_blocks = min(num_blocks, scheduler.max_num_seqs * sequence_blocks)
     if num_blocks < sequence_blocks:
         raise ConfigError(
@@ -61,17 +58,31 @@ def automatic_bytes() -> int:
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take, within the limit of its container. Raises ConfigError if unknown."""
+    """Memory that this process may still take, within the limit of its container; where the system does not tell
+    (macOS), all of the machine's. Raises ConfigError if that is unknown too."""
     try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
+        free = _numbers(meminfo)["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
-        raise ConfigError("the free memory of this machine cannot be read; set --kv-cache-memory") from None
+        free = _host_bytes()
     try:
-        limit = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit, or another version of cgroups
+        # Pages of files that nobody has touched lately count as used, but are given up as soon as memory is short.
+        used = int((cgroup / "memory.current").read_text()) - _numbers(cgroup / "memory.stat")["inactive_file"]
+        limit = int((cgroup / "memory.max").read_text())
+    except (OSError, KeyError, ValueError):  # no limit, or another version of cgroups
         return free
-    return max(min(free, limit), 0)
+    return max(min(free, limit - used), 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first two words of each line, the second a number."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
+
+
+def _host_bytes() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+        raise ConfigError("the memory of this machine cannot be read; set --kv-cache-memory") from None
 
 
 def pointers(caches: tuple[KVBlocks, ...]) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
+from pagedjax.core.errors import ConfigError
 from pagedjax.runtime import compiles
 
 # In a process of its own: the cache is a setting of the process.
@@ -32,3 +34,9 @@ def test_each_compilation_counts_once_and_a_call_not():
 def test_programs_are_kept_even_if_the_process_compiled_before_it_was_asked_to(tmp_path):
     kept = subprocess.run([sys.executable, "-c", KEEP, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(kept.stdout) >= 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--compilation-cache-dir"):
+        compiles.use_persistent_cache(tmp_path / "file")

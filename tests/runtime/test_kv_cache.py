@@ -1,5 +1,7 @@
 """The cache's size, and the messages about it."""
 
+import os
+
 import jax.numpy as jnp
 import pytest
 
@@ -63,16 +65,32 @@ def test_too_little_memory_names_the_numbers_and_the_flags():
 
 def test_free_memory_is_the_least_of_the_machines_and_the_containers(tmp_path):
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    3000 kB\n")
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    3000 kB\nHugePages_Total:       0\n")
     assert kv_cache.free_host_bytes(meminfo, tmp_path) == 3000 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
+    write_container(tmp_path, limit="max", used=1000, idle_files=0)
     assert kv_cache.free_host_bytes(meminfo, tmp_path) == 3000 * 1024
-    (tmp_path / "memory.max").write_text("5000\n")
+    write_container(tmp_path, limit=5000, used=1000, idle_files=0)
     assert kv_cache.free_host_bytes(meminfo, tmp_path) == 4000
 
 
-def test_unreadable_memory_asks_for_the_flag(tmp_path):
+def test_files_that_a_container_has_read_do_not_count_as_used(tmp_path):
+    write_container(tmp_path, limit=5000, used=4900, idle_files=4500)
+    assert kv_cache.free_host_bytes(cgroup=tmp_path) == 4600
+
+
+def write_container(folder, *, limit, used, idle_files):
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\ninactive_file {idle_files}\nactive_file 9\n")
+
+
+def test_a_system_that_does_not_tell_its_free_memory_tells_how_much_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert kv_cache.free_host_bytes(tmp_path / "none", tmp_path) == 3 * 4096
+
+
+def test_unreadable_memory_asks_for_the_flag(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sysconf")
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         kv_cache.free_host_bytes(tmp_path / "none", tmp_path)
 
