@@ -165,7 +165,8 @@ def _chat(args: argparse.Namespace) -> None:
     else:
         model = chosen.pop("model", None)
         if chosen:
-            raise ConfigError(f"{', '.join(chosen)} would set up an engine here, but --url names a server: drop one")
+            wrong = ", ".join(flags.flag_name(name) for name in chosen)
+            raise ConfigError(f"{wrong} would set up an engine here, but --url names a server: drop one")
         answers = chat.remote(options.url, sampling, model=model, api_key=options.api_key)
     with answers as ask:
         chat.converse(ask, system=options.system)
