@@ -70,8 +70,13 @@ class Stream:
             self._wake()
             self._abort(self)
 
-    def feed(self, update: Update) -> None:
-        """Take in what a step brought. Called by the engine, on the stream's event loop."""
+    def feed(self, update: Update) -> bool:
+        """Take in what a step brought (once ended, nothing); says whether the stream has ended by it.
+
+        Called by the engine, on the stream's event loop.
+        """
+        if self.ended:
+            return False
         if update.error is not None:
             self._error = update.error
         elif update.delta is not None:
@@ -80,10 +85,11 @@ class Stream:
             self._num_unfinished -= update.delta.finish_reason is not None
             self._deltas.append(update.delta)
         self._wake()
+        return self.ended
 
     @property
     def ended(self) -> bool:
-        return self._num_unfinished <= 0 or self._error is not None
+        return self._num_unfinished == 0 or self._error is not None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -142,6 +148,8 @@ class AsyncEngine:
         request = engine.prepare(prompt, params, request_id=request_id, priority=priority)
         engine.check(request)
         stream = Stream(request, self._drop)
+        if not self._streams:
+            self._last_progress_s = time.monotonic()  # idleness was no standstill
         self._streams[request_id] = stream
         self._commands.put(lambda engine: self._add(engine, request))
         return stream
@@ -199,16 +207,17 @@ class AsyncEngine:
         return time.monotonic() - self._last_progress_s
 
     def _drop(self, stream: Stream) -> None:
-        self._streams.pop(stream.request_id, None)
-        self._commands.put(lambda engine: engine.abort(stream.request_id))
+        """Its id stays in use until the engine knows, so that no other stream gets what is still on its way."""
+        self._commands.put(lambda engine: self._abort(engine, stream.request_id))
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
             stream = self._streams.get(update.request_id)
-            if stream is not None:
-                stream.feed(update)
-                if stream.ended:
-                    del self._streams[update.request_id]
+            if stream is not None and stream.feed(update):
+                del self._streams[update.request_id]
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
 
     def _fail(self, failure: BaseException) -> None:
         self._failure = failure
@@ -254,6 +263,10 @@ class AsyncEngine:
             engine.add(request)
         except RequestError as error:
             self._call(self._deliver, [Update(request.request_id, None, error=error)])
+
+    def _abort(self, engine: Engine, request_id: str) -> None:
+        engine.abort(request_id)
+        self._call(self._forget, request_id)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Run `function` on the event loop, unless that is gone."""

@@ -179,9 +179,11 @@ class Engine:
                     raise RequestError(message, param="prompt", code=code)
 
     def _forget(self, live: _Live) -> None:
-        del live.group.members[live.sequence_id]
-        if not live.group.members:
-            self._groups.pop(live.group.submission.request_id, None)
+        group, request_id = live.group, live.group.submission.request_id
+        del group.members[live.sequence_id]
+        # An aborted request is gone from there, and another may have its id by now.
+        if not group.members and self._groups.get(request_id) is group:
+            del self._groups[request_id]
 
     def _run(self, plan: StepPlan) -> None:
         started = time.perf_counter()

@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.core.request import SamplingParams
-from pagedjax.engine.async_engine import AsyncEngine
+from pagedjax.engine.async_engine import STUCK_AFTER_S, AsyncEngine
 from pagedjax.engine.outputs import EngineError
 from tests.engine.fakes import make_engine
 
@@ -152,3 +153,34 @@ def test_the_same_request_id_twice_is_refused():
         return await text(first)
 
     assert with_engine(scenario) == "defgh"
+
+
+def test_an_aborted_streams_id_is_in_use_until_the_engine_knows():
+    async def scenario(engine):
+        busy = threading.Event()
+        engine._commands.put(lambda inner: busy.wait(10))
+        old = engine.submit("abc", PARAMS, request_id="one")
+        old.abort()
+        with pytest.raises(RequestError):
+            engine.submit("ABC", PARAMS, request_id="one")
+        busy.set()
+        while engine._streams:
+            await asyncio.sleep(0.001)
+        return await text(engine.submit("ABC", PARAMS, request_id="one")), await text(old)
+
+    assert with_engine(scenario) == ("DEFGH", "")
+
+
+def test_the_first_request_after_an_idle_time_finds_the_engine_alive():
+    async def scenario(engine):
+        busy = threading.Event()
+        engine._commands.put(lambda inner: busy.wait(10))
+        engine._last_progress_s = time.monotonic() - 2 * STUCK_AFTER_S
+        stream = engine.submit("abc", PARAMS)
+        alive = engine.is_alive()
+        engine._last_progress_s = time.monotonic() - 2 * STUCK_AFTER_S
+        stuck = not engine.is_alive()
+        busy.set()
+        return alive, stuck, await text(stream), engine.is_alive()
+
+    assert with_engine(scenario) == (True, True, "defgh", True)

@@ -221,6 +221,17 @@ def test_a_request_id_in_use_is_refused_and_the_first_one_goes_on():
     assert_nothing_is_left(engine)
 
 
+def test_an_aborted_requests_id_may_be_used_again_while_it_leaves():
+    engine = make_engine()
+    for _ in range(4):
+        engine.add(engine.prepare("abc", params(max_tokens=50), request_id="r"))
+        engine.step()
+        engine.abort("r")
+    for _ in range(2):
+        engine.step()
+    assert_nothing_is_left(engine)
+
+
 def test_generated_blocks_are_found_by_a_prompt_that_continues_them():
     engine = make_engine()
     first = run(engine, "abcd", params(max_tokens=9))
