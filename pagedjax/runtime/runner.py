@@ -90,7 +90,7 @@ class Runner:
         if runtime.compilation_cache_dir is not None:
             compiles.use_persistent_cache(runtime.compilation_cache_dir)
         compiles.num_compiles()
-        self.tokens = TokenTable(config.vocab_size)
+        self.tokens = TokenTable()
         self.shapes = shapes_for(scheduler)
         self.programs = Programs()
         self._config, self._scheduler, self._runtime = config, scheduler, runtime

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedjax.core.errors import RequestError, SchedulerError
+from pagedjax.core.errors import SchedulerError
 from pagedjax.core.request import SamplingParams
 
 _ROOM = 64  # tokens of room beyond the prompt at first; the array doubles when full
@@ -31,8 +31,7 @@ class SequenceTokens:
 class TokenTable:
     """Growing arrays of token ids by sequence. Mutable; owned by the engine's thread."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self) -> None:
         self._sequences: dict[int, SequenceTokens] = {}
 
     def __len__(self) -> int:
@@ -50,19 +49,18 @@ class TokenTable:
         seed: int,
         stop_token_ids: Iterable[int] = (),
     ) -> None:
-        """Take in a sequence. `seed` is any 64-bit integer; `stop_token_ids` (end-of-sequence ids included) are
-        kept from being sampled before `params.min_tokens`.
+        """Take in a sequence, whose prompt and parameters have been checked (`engine.submission`).
 
-        Raises RequestError for ids outside the vocabulary or an empty prompt.
+        `seed` is any 64-bit integer; `stop_token_ids` (end-of-sequence ids included) are kept from being sampled
+        before `params.min_tokens`.
         """
         if sequence_id in self._sequences:
             raise SchedulerError(f"sequence {sequence_id} is already in the token table")
-        prompt = np.asarray(prompt_ids, np.int64)
-        check_token_ids(prompt, params, self.vocab_size)
-        ids = np.empty(len(prompt) + _ROOM, np.int32)
-        ids[: len(prompt)] = prompt
+        prompt_len = len(prompt_ids)
+        ids = np.empty(prompt_len + _ROOM, np.int32)
+        ids[:prompt_len] = prompt_ids
         stops = tuple(sorted(set(stop_token_ids)))
-        self._sequences[sequence_id] = SequenceTokens(ids, len(prompt), len(prompt), params, seed, stops)
+        self._sequences[sequence_id] = SequenceTokens(ids, prompt_len, prompt_len, params, seed, stops)
 
     def append(self, sequence_id: int, token_id: int) -> None:
         """Add an accepted token."""
@@ -95,14 +93,3 @@ class TokenTable:
         """A copy of the sequence's known ids, prompt first (int32)."""
         entry = self.get(sequence_id)
         return entry.ids[: entry.length].copy()
-
-
-def check_token_ids(prompt_ids: np.ndarray, params: SamplingParams, vocab_size: int) -> None:
-    """Refuse ids that the model does not have: in the prompt, in logit_bias and in stop_token_ids (RequestError)."""
-    if prompt_ids.ndim != 1 or not len(prompt_ids):
-        raise RequestError("the prompt must hold at least one token", param="prompt")
-    if prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
-        raise RequestError(f"prompt token ids must lie in 0..{vocab_size - 1}", param="prompt")
-    for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
-        if any(token_id >= vocab_size for token_id in ids):
-            raise RequestError(f"{name} token ids must lie in 0..{vocab_size - 1}", param=name)

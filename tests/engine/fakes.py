@@ -45,7 +45,7 @@ class CountingRunner:
     recompiles = 0
 
     def __init__(self, num_slots: int) -> None:
-        self.tokens = TokenTable(VOCAB_SIZE)
+        self.tokens = TokenTable()
         self.num_slots, self.slots = num_slots, set()
         self.history: dict[int, list[int]] = {}
         self.fail_at_plan: int | None = None

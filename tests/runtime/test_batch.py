@@ -22,7 +22,7 @@ class Host:
     """A token table and slots, filled as the runner fills them."""
 
     def __init__(self):
-        self.tokens = TokenTable(vocab_size=1000)
+        self.tokens = TokenTable()
         self.slots = SlotTable(12, SHAPES.table_width, CONFIG.num_blocks)
 
     def add(self, sequence_id, prompt, **params):
