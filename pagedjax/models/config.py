@@ -45,8 +45,6 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -112,8 +110,6 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
         "hidden_act": config.get("hidden_act", "silu"),
-        "bos_token_id": config.get("bos_token_id"),
-        "eos_token_ids": _ids(config.get("eos_token_id")),
     }
 
 
@@ -147,9 +143,3 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _given(config: Mapping[str, Any], name: str, otherwise: int) -> int:
     value = config.get(name)
     return otherwise if value is None else value
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-from flax import nnx
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM
-from pallas_kernels.ragged_attention import AttentionBackend
 
 MODELS: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType({"LlamaForCausalLM": LlamaForCausalLM})
 
@@ -21,9 +17,3 @@ def find(config: ModelConfig) -> type[LlamaForCausalLM]:
     except KeyError:
         known = ", ".join(MODELS)
         raise ConfigError(f"architecture {config.architecture!r} is not supported; known: {known}") from None
-
-
-def create(config: ModelConfig, *, dtype: Any, backend: AttentionBackend) -> LlamaForCausalLM:
-    """The abstract model: every parameter is a shape and dtype without memory, to be filled by `load`."""
-    kind = find(config)
-    return nnx.eval_shape(lambda: kind(config, dtype=dtype, backend=backend))

@@ -1,6 +1,5 @@
 """Every device program, compiled ahead of time from shapes alone; a shape that is not here cannot run."""
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -77,11 +76,10 @@ class Job(NamedTuple):
 
 
 class Programs:
-    """Compiled programs by (name, size). `seconds` says how long each took, lowering included."""
+    """Compiled programs by (name, size)."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
-        self.seconds: dict[tuple[str, int], float] = {}
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -103,8 +101,7 @@ class Programs:
             try:
                 for done, future in enumerate(as_completed(waiting), 1):
                     job = waiting[future]
-                    key = job.name, job.size
-                    self._compiled[key], self.seconds[key] = future.result()
+                    self._compiled[job.name, job.size] = future.result()
                     if progress is not None:
                         progress(done, len(jobs), f"{job.name} {job.size}")
             except BaseException:
@@ -112,10 +109,8 @@ class Programs:
                 raise
 
 
-def _compile(job: Job) -> tuple[Callable[..., Any], float]:
-    began = time.perf_counter()
-    compiled = job.jitted.lower(*job.inputs).compile()
-    return compiled, time.perf_counter() - began
+def _compile(job: Job) -> Callable[..., Any]:
+    return job.jitted.lower(*job.inputs).compile()
 
 
 def jobs(parts: ModelParts, shapes: Shapes, caches: Any, num_slots: int, config: ModelConfig, dtype: Any) -> list[Job]:

@@ -6,7 +6,6 @@ Sampled ids stay on the device in `last_ids`, one a slot, where the next step re
 `collect`. Nothing here ever reads the cache: a live view of it would make the next donated step copy it whole.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,8 +50,6 @@ class StepResult:
     faulty: np.ndarray
     logprobs: Scores | None
     prompt_logprobs: Mapping[int, PromptScores]
-    dispatch_s: float
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,6 @@ class StepHandle:
     ids: jax.Array | None
     scores: jax.Array | None
     prompt_scores: tuple[jax.Array, ...]
-    dispatch_s: float
 
 
 class Runner:
@@ -133,10 +129,6 @@ class Runner:
     def num_step_programs(self) -> int:
         return len(self.programs.sizes("step"))
 
-    @property
-    def cache_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches))
-
     def cache_pointers(self) -> tuple[int, ...]:
         """Addresses of the cache's buffers. Waits for the steps in flight; for tests and notebooks."""
         return kv_cache.pointers(self._caches)
@@ -146,7 +138,6 @@ class Runner:
 
         Raises SchedulerError, before anything reaches the device, for a plan that cannot be right.
         """
-        began = time.perf_counter()
         self._take_slots(plan)
         scheduler = self._scheduler
         batch = batches.build(plan, self.tokens, self._slots, self.shapes, scheduler.block_size)
@@ -154,12 +145,10 @@ class Runner:
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
         ids, scores = self._sample(batch, picked) if len(batch.sampling_rows) else (None, None)
         prompt_scores = self._score_prompts(plan, batch, hidden)
-        dispatch_s = time.perf_counter() - began
-        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores, dispatch_s)
+        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its ids to the host. Raises what the device raised."""
-        began = time.perf_counter()
         rows = handle.batch.sampling_rows
         ids, faulty = np.full(handle.num_rows, FAULTY, np.int32), np.zeros(handle.num_rows, bool)
         if handle.ids is None:
@@ -167,10 +156,7 @@ class Runner:
         else:
             ids[rows] = np.asarray(handle.ids)[: len(rows)]
             faulty[rows] = ids[rows] == FAULTY
-        logprobs = _row_scores(handle, ids)
-        prompt_logprobs = _prompt_scores(handle)
-        wait_s = time.perf_counter() - began
-        return StepResult(handle.plan_id, ids, faulty, logprobs, prompt_logprobs, handle.dispatch_s, wait_s)
+        return StepResult(handle.plan_id, ids, faulty, _row_scores(handle, ids), _prompt_scores(handle))
 
     def step(self, plan: StepPlan) -> StepResult:
         """Dispatch and collect at once, to look at single steps."""

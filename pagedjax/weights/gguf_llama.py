@@ -71,7 +71,6 @@ def read_config(file: GgufFile) -> ModelConfig:
     num_heads, hidden = _value(file, "attention.head_count"), _value(file, "embedding_length")
     head_dim = _head_dim(file, hidden, num_heads)
     theta = float(_value(file, "rope.freq_base", 10_000.0))
-    eos = file.metadata.get("tokenizer.ggml.eos_token_id")
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=_vocab_size(file),
@@ -88,8 +87,6 @@ def read_config(file: GgufFile) -> ModelConfig:
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=() if eos is None else (eos,),
     )
 
 

@@ -57,7 +57,7 @@ class CountingRunner:
         assert len(self.slots) <= self.num_slots
         ids = np.array([self._sample(row) for row in plan.rows], np.int32)
         faulty = np.array([row.samples for row in plan.rows]) & (ids < 0)
-        return StepResult(plan.plan_id, ids, faulty, None, {}, 0.0, 0.0)
+        return StepResult(plan.plan_id, ids, faulty, None, {})
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle

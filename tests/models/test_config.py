@@ -27,8 +27,6 @@ HF = {
     },
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
 }
 
 
@@ -40,13 +38,12 @@ def test_a_config_json_is_read_in_full():
     config = ModelConfig.from_hf(HF)
     assert config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (16, 32, 8, 64)
-    assert (config.bos_token_id, config.eos_token_ids) == (128000, (128001, 128008, 128009))
     assert config.tie_word_embeddings
 
 
 def test_what_a_config_json_leaves_out_has_the_usual_meaning():
-    config = ModelConfig.from_hf(without("num_key_value_heads") | {"rope_scaling": None, "eos_token_id": 2})
-    assert (config.num_kv_heads, config.rope_scaling, config.eos_token_ids) == (32, None, (2,))
+    config = ModelConfig.from_hf(without("num_key_value_heads") | {"rope_scaling": None})
+    assert (config.num_kv_heads, config.rope_scaling) == (32, None)
     assert not config.attention_bias
 
 
@@ -86,13 +83,13 @@ def test_what_is_not_supported_is_refused_by_name(change, complaint):
 def test_an_unknown_architecture_names_the_known_ones():
     config = dataclasses.replace(ModelConfig.from_hf(HF), architecture="MambaForCausalLM")
     with pytest.raises(ConfigError, match="'MambaForCausalLM' is not supported; known: LlamaForCausalLM"):
-        registry.create(config, dtype="float32", backend=xla.BACKEND)
+        registry.find(config)
 
 
 def test_an_unknown_activation_is_refused():
     config = dataclasses.replace(ModelConfig.from_hf(HF), hidden_act="gelu")
     with pytest.raises(ConfigError, match="hidden_act 'gelu'"):
-        registry.create(config, dtype="float32", backend=xla.BACKEND)
+        registry.find(config)(config, dtype="float32", backend=xla.BACKEND)
 
 
 def test_linear_scaling_divides_every_frequency():

@@ -33,8 +33,6 @@ def test_config_of_a_gguf_file(tiny_gguf):
             rms_norm_eps=float(np.float32(1e-5)),
             max_position_embeddings=64,
             tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_ids=(2,),
         )
 
 
