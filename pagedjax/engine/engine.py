@@ -126,7 +126,12 @@ class Engine:
             self.step()
 
     def step(self) -> list[Update]:
-        """Plan and dispatch what may be in flight, wait for the oldest step, and give what it brought."""
+        """Plan and dispatch what may be in flight, wait for the oldest step, and give what it brought.
+
+        What the device raises ends the engine: the cache is lost with it. Every later call raises too.
+        """
+        if len(self._handles) < len(self.state.in_flight):
+            raise EngineError("a step failed to start, and this engine cannot go on: make a new one")
         self._dispatch()
         if not self._handles:
             return []

@@ -46,8 +46,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """One token's entry from the sampler's arrays [1 + alternatives]: the token itself first, then the likeliest."""
     entry = {int(token_ids[0]): Logprob(float(logprobs[0]), int(rank), tokenizer.token_text(int(token_ids[0])))}
-    for place in range(1, num_top + 1):
-        token_id = int(token_ids[place])
+    for place, token_id in enumerate(token_ids[1 : num_top + 1].tolist(), 1):
         if token_id not in entry:
             entry[token_id] = Logprob(float(logprobs[place]), place, tokenizer.token_text(token_id))
     return entry

@@ -168,6 +168,17 @@ def test_blocks_of_a_failed_row_are_not_shared():
     assert_nothing_is_left(engine)
 
 
+def test_an_engine_whose_step_failed_says_so_ever_after():
+    engine = make_engine()
+    engine.runner.fail_at_plan = 1
+    engine.add(engine.prepare("abc", params(), request_id="r"))
+    with pytest.raises(RuntimeError, match="the device fell over"):
+        engine.step()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="cannot go on"):
+            engine.step()
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "code"),
     [("a" * 60, 5, "context_length_exceeded"), ("a" * 40, 20, "prompt_exceeds_kv_cache")],
