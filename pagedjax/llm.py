@@ -8,6 +8,8 @@ print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0]
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from tqdm import tqdm
@@ -18,7 +20,7 @@ from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.outputs import add_update, empty_output
-from pagedjax.engine.submission import Submission
+from pagedjax.engine.submission import Submission, within_room
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.weights.store import ProgressBar
 
@@ -48,8 +50,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt: a string, a list of token ids, or vLLM's {"prompt": …} or {"prompt_token_ids": …}.
 
-        `sampling_params` and `priority` are for all prompts, or one each. Results are in the prompts' order. Raises
-        RequestError, and runs nothing, if any request is out of bounds.
+        `sampling_params` and `priority` are for all prompts, or one each. Results are in the prompts' order. As in
+        vLLM, output ends where the context does, whatever `max_tokens`. Raises RequestError, and runs nothing, if any
+        request is out of bounds, and EngineError if the model gives logits that are not finite.
         """
         many = _prompts(prompts)
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(many))
@@ -58,7 +61,8 @@ class LLM:
             self.engine.prepare(prompt, p, request_id=str(next(self._ids)), priority=rank)
             for prompt, p, rank in zip(many, params, priorities, strict=True)
         ]
-        return self._run(requests, use_tqdm)
+        scheduler = self.engine.state.config
+        return self._run([within_room(request, scheduler) for request in requests], use_tqdm)
 
     def chat(
         self,
@@ -115,7 +119,7 @@ def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [_prompt(prompts)]  # type: ignore[arg-type]
     return [_prompt(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
@@ -128,7 +132,10 @@ def _prompt(prompt: Prompt) -> str | list[int]:
         prompt = prompt[fields.pop()]
     if isinstance(prompt, str):
         return prompt
-    return [int(token_id) for token_id in prompt]  # type: ignore[call-overload]
+    try:
+        return [index(token_id) for token_id in prompt]
+    except TypeError:
+        raise RequestError("a prompt is a string or a list of token ids", param="prompt") from None
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -49,10 +49,7 @@ def submission(
         raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
     token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     _check_token_ids(token_ids, params, tokenizer.vocab_size)
-    if params.max_tokens is None:
-        room = min(config.max_model_len, config.num_blocks * config.block_size + 1) - len(token_ids)
-        params = replace(params, max_tokens=max(room, 1), min_tokens=min(params.min_tokens, max(room, 1)))
-    return Submission(
+    request = Submission(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=token_ids,
@@ -60,6 +57,16 @@ def submission(
         priority=priority,
         block_hashes=hash_blocks(token_ids, config.block_size),
     )
+    return request if params.max_tokens is not None else within_room(request, config)
+
+
+def within_room(request: Submission, config: SchedulerConfig) -> Submission:
+    """The request with `max_tokens` at most what the context and the KV cache leave behind its prompt, 1 at least."""
+    params, prompt_len = request.params, len(request.prompt_token_ids)
+    room = max(min(config.max_model_len, config.num_blocks * config.block_size + 1) - prompt_len, 1)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+    return request._replace(params=params)
 
 
 def hash_blocks(token_ids: list[int], block_size: int) -> tuple[bytes, ...]:

@@ -1,0 +1,68 @@
+"""The offline door, over the counting device."""
+
+import numpy as np
+import pytest
+
+from pagedjax import llm as module
+from pagedjax.core.errors import ConfigError, RequestError
+from pagedjax.core.request import SamplingParams
+from tests.engine.fakes import make_engine
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    monkeypatch.setattr(module, "build_engine", lambda config, progress: make_engine())
+    return module.LLM()
+
+
+def params(**fields):
+    return SamplingParams(**{"temperature": 0, "max_tokens": 3, **fields})
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["abc", [0, 1, 2], (0, 1, 2), np.arange(3), {"prompt": "abc"}, {"prompt_token_ids": [0, 1, 2]}],
+    ids=repr,
+)
+def test_a_prompt_may_have_any_of_these_shapes_alone_or_among_others(llm, prompt):
+    assert texts(llm.generate(prompt, params())) == ["def"]
+    assert texts(llm.generate([prompt, "ABC"], params())) == ["def", "DEF"]
+
+
+@pytest.mark.parametrize("prompt", [[0.5], [0, "b"], [[0, "b"]], [None], {"text": "abc"}, "", [[]]], ids=repr)
+def test_what_is_no_prompt_is_refused(llm, prompt):
+    with pytest.raises(RequestError):
+        llm.generate(prompt)
+
+
+def test_results_are_in_the_prompts_order_with_parameters_of_their_own(llm):
+    outputs = llm.generate(["abc", "xyz", "ABC"], [params(max_tokens=n) for n in (9, 1, 2)], priority=[1, 0, 0])
+    assert texts(outputs) == ["defghijkl", "A", "DE"]
+    assert [output.prompt for output in outputs] == ["abc", "xyz", "ABC"]
+    assert all(output.finished for output in outputs)
+
+
+def test_parameters_for_another_number_of_prompts_are_refused(llm):
+    with pytest.raises(RequestError, match="2 entries for 1"):
+        llm.generate(["abc"], [params()] * 2)
+
+
+def test_output_ends_with_the_context_whatever_max_tokens(llm):
+    (output,) = llm.generate("a" * 60, params(max_tokens=500, min_tokens=100, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+
+
+def test_a_prompt_that_fills_the_context_is_refused_and_nothing_runs(llm):
+    with pytest.raises(RequestError) as refusal:
+        llm.generate(["abc", "a" * 64], params())
+    assert refusal.value.code == "context_length_exceeded"
+    assert not llm.engine.has_work
+
+
+def test_unknown_options_are_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown option max_seqs; known are"):
+        module.LLM(max_seqs=3)
