@@ -1,5 +1,6 @@
 """The runtime's configuration, and the finite set of shapes that may reach the device."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +25,7 @@ class RuntimeConfig:
     num_compile_threads: int = 2
 
     def __post_init__(self) -> None:
-        if self.kv_cache_memory is not None and not self.kv_cache_memory > 0:
+        if self.kv_cache_memory is not None and not 0 < self.kv_cache_memory < math.inf:
             raise ConfigError(f"kv_cache_memory must be above 0 GiB, not {self.kv_cache_memory}; set --kv-cache-memory")
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 1:
             raise ConfigError(

@@ -28,10 +28,11 @@ def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_
 
     --num-gpu-blocks-override is taken as it is; --kv-cache-memory, or by default a share of the memory that is free
     now, must hold one sequence of max_model_len. An automatic size never exceeds what max_num_seqs sequences of
-    max_model_len can use. Raises ConfigError with the bytes needed and there, and the flags to change.
+    max_model_len can use. None may exceed what is free. Raises ConfigError with the bytes needed and there, and the
+    flags to change.
     """
     if runtime.num_gpu_blocks_override is not None:
-        return runtime.num_gpu_blocks_override
+        return _checked(runtime.num_gpu_blocks_override, bytes_per_block)
     sequence_blocks = num_blocks_for(scheduler.max_model_len, scheduler.block_size)
     if runtime.kv_cache_memory is not None:
         num_bytes = runtime.kv_cache_memory * GIB
@@ -46,15 +47,21 @@ def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_
             f"{_gib(sequence_blocks * bytes_per_block)} are needed, {_gib(num_bytes)} are available "
             f"({num_blocks * scheduler.block_size} tokens); raise --kv-cache-memory or lower --max-model-len"
         )
-    return num_blocks
+    return _checked(num_blocks, bytes_per_block)
 
 
 def automatic_bytes() -> int:
     """A share of the memory that is free: the accelerator's, or the host's up to 4 GiB."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * _DEVICE_SHARE)
+    on_device = free_device_bytes()
+    if on_device is not None:
+        return int(on_device * _DEVICE_SHARE)
     return int(min(free_host_bytes() * _HOST_SHARE, _HOST_LIMIT_BYTES))
+
+
+def free_device_bytes() -> int | None:
+    """Memory that the accelerator's allocator may still give; None where there is no accelerator."""
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats and "bytes_limit" in stats else None
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -88,6 +95,17 @@ def _host_bytes() -> int:
 def pointers(caches: tuple[KVBlocks, ...]) -> tuple[int, ...]:
     """The addresses of the cache's buffers: equal from step to step as long as it is updated in place."""
     return tuple(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches))
+
+
+def _checked(num_blocks: int, bytes_per_block: int) -> int:
+    on_device, needed = free_device_bytes(), num_blocks * bytes_per_block
+    free = free_host_bytes() if on_device is None else on_device
+    if needed > free:
+        raise ConfigError(
+            f"a KV cache of {num_blocks} blocks takes {_gib(needed)}, and {_gib(free)} of memory are free; lower "
+            "--kv-cache-memory or --num-gpu-blocks-override"
+        )
+    return num_blocks
 
 
 def _steady(num_blocks: int, least: int) -> int:

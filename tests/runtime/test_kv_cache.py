@@ -56,6 +56,13 @@ def test_an_override_is_taken_as_it_is():
     assert kv_cache.choose_num_blocks(RuntimeConfig(num_gpu_blocks_override=3), SCHEDULER, MIB) == 3
 
 
+@pytest.mark.parametrize("asked", [{"num_gpu_blocks_override": 501}, {"kv_cache_memory": 501 / 1024}])
+def test_more_than_is_free_is_refused_with_the_numbers_and_the_flags(asked, monkeypatch):
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 500 * MIB)
+    with pytest.raises(ConfigError, match=r"0\.489 GiB, and 0\.488 GiB .*; lower --kv-cache-memory or --num-gpu"):
+        kv_cache.choose_num_blocks(RuntimeConfig(**asked), SCHEDULER, MIB)
+
+
 def test_too_little_memory_names_the_numbers_and_the_flags():
     with pytest.raises(ConfigError) as refused:
         kv_cache.choose_num_blocks(RuntimeConfig(kv_cache_memory=0.03125), SCHEDULER, MIB)
@@ -95,7 +102,15 @@ def test_unreadable_memory_asks_for_the_flag(tmp_path, monkeypatch):
         kv_cache.free_host_bytes(tmp_path / "none", tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"kv_cache_memory": 0}, {"num_gpu_blocks_override": 0}, {"num_compile_threads": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kv_cache_memory": 0},
+        {"kv_cache_memory": float("inf")},
+        {"num_gpu_blocks_override": 0},
+        {"num_compile_threads": 0},
+    ],
+)
 def test_sizes_below_one_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RuntimeConfig(**wrong)
