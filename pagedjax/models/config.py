@@ -90,22 +90,24 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, followed in _ONLY.items():
         if config.get(name, followed[0]) not in followed:
             raise ConfigError(f"config.json: {name} {config[name]!r} is not supported")
-    num_heads = config["num_attention_heads"]
+    num_heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: the rotary parameters must be an object, not {rope!r}")
     return {
         "architecture": _architecture(config),
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_layers": config["num_hidden_layers"],
+        "vocab_size": _count(config, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": _count(config, "intermediate_size"),
+        "num_layers": _count(config, "num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": _given(config, "num_key_value_heads", num_heads),
-        "head_dim": _given(config, "head_dim", config["hidden_size"] // num_heads),
+        "num_kv_heads": _count(config, "num_key_value_heads", num_heads),
+        "head_dim": _count(config, "head_dim", hidden_size // num_heads),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         # transformers 5 moved the base into rope_parameters.
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         "rope_scaling": rope_scaling(rope),
-        "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        "max_position_embeddings": _count(config, "max_position_embeddings", 2048),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
@@ -135,11 +137,16 @@ def _positive(rope: Mapping[str, Any], name: str) -> float:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
-    if not names or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"config.json must name one architecture, not {names!r}")
     return str(names[0])
 
 
-def _given(config: Mapping[str, Any], name: str, otherwise: int) -> int:
-    value = config.get(name)
-    return otherwise if value is None else value
+def _count(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    """A positive integer; where `otherwise` is given it may be missing or null."""
+    value = config[name] if otherwise is None else config.get(name)
+    if value is None and otherwise is not None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {name} must be a positive integer, not {value!r}")
+    return value

@@ -71,12 +71,28 @@ def test_a_missing_field_is_named(name):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_key_value_heads": 5}, "do not divide"),
-        ({"num_hidden_layers": 0}, "num_layers must be positive"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"head_dim": 63}, "must be even"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, complaint):
     with pytest.raises(ConfigError, match=complaint):
+        ModelConfig.from_hf(HF | change)
+
+
+COUNTS = [name for name, value in HF.items() if isinstance(value, int) and not isinstance(value, bool)]
+
+
+@pytest.mark.parametrize("value", [0, -1, "32", 3.5, True, [], {}])
+@pytest.mark.parametrize("name", [*COUNTS, "head_dim"])
+def test_a_size_that_is_no_positive_integer_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        ModelConfig.from_hf(HF | {name: value})
+
+
+@pytest.mark.parametrize("change", [{"architectures": 1}, {"architectures": "Llama"}, {"rope_scaling": "llama3"}])
+def test_values_of_another_kind_are_refused(change):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_hf(HF | change)
 
 
