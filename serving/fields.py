@@ -23,7 +23,10 @@ def integer(value: Any, name: str) -> int:
 def number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong(value, name, "a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise RequestError(f"{name} is too large a number", param=name) from None
 
 
 def string(value: Any, name: str) -> str:

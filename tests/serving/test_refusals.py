@@ -259,3 +259,9 @@ def _finite(value):
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     return 0.5 if isinstance(value, float) and not abs(value) < 1e300 else value
+
+
+def test_an_integer_beyond_the_floats_is_refused_by_name():
+    with pytest.raises(RequestError) as refusal:
+        parse_completion({"model": "tiny", "prompt": "a", "temperature": 10**400}, MODEL)
+    assert refusal.value.param == "temperature"
