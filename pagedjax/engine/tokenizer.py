@@ -95,7 +95,9 @@ class Tokenizer:
             raise RequestError(
                 f"the text holds a lone surrogate at character {error.start}: it is not Unicode", param="prompt"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, though of one: `encode` keeps the interpreter's lock, and would hold up every other thread.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary stand for nothing, bytes that are not UTF-8 for U+FFFD.

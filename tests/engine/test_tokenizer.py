@@ -1,4 +1,5 @@
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import gguf
@@ -50,6 +51,18 @@ def smollm2(smollm2_path) -> Tokenizer:
 
 def texts(tokenizer, ids):
     return [tokenizer.token_text(i) for i in ids]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(write_gguf):
+    tokenizer = load_tokenizer(write_gguf())
+    text = "the 12 ab in " * 200_000
+    with ThreadPoolExecutor(1) as others:
+        encoding, num_turns = others.submit(tokenizer.encode, text), 0
+        while not encoding.done():
+            num_turns += 1
+            time.sleep(0.002)
+    assert num_turns > 20
+    assert len(encoding.result()) > 200_000
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["text"][:20])
