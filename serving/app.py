@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
@@ -43,6 +44,8 @@ def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starl
     edge = Middleware(Edge, metrics=service.http_metrics, route_of=route_of, max_body_bytes=max_body_bytes)
     handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_http}
     app = Starlette(routes=ROUTES, middleware=[edge], exception_handlers=handlers, lifespan=_lifespan)
+    # A path with a slash too many is not there: a redirect would name the scheme and host that a gateway hides.
+    app.router.redirect_slashes = False
     app.state.service = service
     return app
 
@@ -58,6 +61,7 @@ class Service:
         # None: nobody asked for a start here, so the engine runs already.
         self.starting: asyncio.Task[None] | None = None
         self._draining = False
+        self._arriving: set[asyncio.Timeout] = set()
         self._texts = ThreadPoolExecutor(2, "texts")
 
     def start(self) -> None:
@@ -77,9 +81,12 @@ class Service:
         return self.starting is not None and not self.starting.done()
 
     def drain(self) -> None:
-        """Take no new requests; those that run go on."""
+        """Take no new requests, not even those whose bodies are on their way; those that run go on."""
         self._draining = True
         self.engine.drain()
+        for limit in self._arriving:
+            if not limit.expired():
+                limit.reschedule(0)
 
     def is_ready(self) -> bool:
         return self.engine.is_ready() and not self._draining and not self.is_loading()
@@ -96,6 +103,19 @@ class Service:
     def model_facts(self) -> ModelFacts:
         engine = self.engine
         return ModelFacts(engine.model_name, engine.tokenizer.vocab_size, engine.max_model_len)
+
+    async def read_body(self, receive: Receive) -> bytes:
+        """The whole body. Raises RequestError request_timeout, and draining when a drain begins first."""
+        limit = asyncio.timeout(BODY_TIMEOUT_S)
+        self._arriving.add(limit)
+        try:
+            return await read_body(receive, limit)
+        except TimeoutError:
+            self.check_open()
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise RequestError(message, code="request_timeout") from None
+        finally:
+            self._arriving.discard(limit)
 
     async def work_on_text(self, num_chars: int, work: Callable[[], T]) -> T:
         """`work`, off the event loop when the text is long."""
@@ -170,10 +190,11 @@ def _head(request: Request, prefix: str) -> Head:
 
 async def _json(request: Request) -> Any:
     """The body's JSON value. Raises RequestError for what is no JSON: NaN, lone surrogates, over-deep nesting too."""
-    _service(request).check_open()
+    service = _service(request)
+    service.check_open()
     if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise RequestError("requests from pages of other origins are refused", code="cross_origin")
-    body = await read_body(request.receive, BODY_TIMEOUT_S)
+    body = await service.read_body(request.receive)
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -87,20 +87,17 @@ def limited(receive: Receive, headers: Headers, max_bytes: int) -> Receive:
     return receive_within_limit
 
 
-async def read_body(receive: Receive, timeout_s: float) -> bytes:
-    """The whole body. Raises RequestError request_timeout, and ClientGone when the client goes first."""
+async def read_body(receive: Receive, limit: asyncio.Timeout) -> bytes:
+    """The whole body. Raises TimeoutError at the limit, and ClientGone when the client goes first."""
     chunks = []
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise errors.ClientGone
-                chunks.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+    async with limit:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise errors.ClientGone
+            chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(chunks)
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -21,6 +21,8 @@ def test_the_id_in_the_body_is_that_of_the_header(client):
     [
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/models/other", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/health/", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),

@@ -116,6 +116,20 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(serving_of, F
     assert "shutting_down" in text.split("\n\n")[-2]
 
 
+def test_a_drain_does_not_wait_for_a_body_that_is_on_its_way(serving_of, engine, wait_for):
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+    with serving_of(engine, drain_timeout_s=300) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=3) as client:
+            client.sendall(head.encode())
+            # The request for the metrics is the second.
+            wait_for(lambda: "requests_in_flight 2.0" in httpx.get(f"{server.url}/metrics").text)
+            server.handle_exit(15, None)
+            answer = client.recv(10_000).decode()
+        wait_for(lambda: engine.stopped)
+    assert answer.startswith("HTTP/1.1 503 ")
+    assert '"code":"draining"' in answer
+
+
 def test_an_idle_server_leaves_at_once(serving_of, engine, wait_for):
     with serving_of(engine, drain_timeout_s=60) as server:
         server.handle_exit(2, None)
