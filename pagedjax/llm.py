@@ -7,9 +7,13 @@ print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0]
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from operator import index
+from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -92,20 +96,53 @@ class LLM:
         outputs = {request.request_id: empty_output(request) for request in requests}
         for request in requests:
             self.engine.check(request)
-        try:
-            for request in requests:
-                self.engine.add(request)
-            # Without `disable` the environment's TQDM_DISABLE counts.
-            quiet = {} if use_tqdm else {"disable": True}
-            with tqdm(total=len(requests), desc="requests", unit=" requests", **quiet) as bar:
-                while self.engine.has_work:
-                    for update in self.engine.step():
-                        output = outputs[update.request_id]
-                        add_update(output, update)
-                        bar.update(output.finished)
-        finally:
-            self.engine.abort_all()
+        with _interrupts_held() as let_interrupt:
+            try:
+                for request in requests:
+                    self.engine.add(request)
+                # Without `disable` the environment's TQDM_DISABLE counts.
+                quiet = {} if use_tqdm else {"disable": True}
+                with tqdm(total=len(requests), desc="requests", unit=" requests", **quiet) as bar:
+                    while self.engine.has_work:
+                        for update in self.engine.step():
+                            output = outputs[update.request_id]
+                            add_update(output, update)
+                            bar.update(output.finished)
+                        let_interrupt()
+            finally:
+                self.engine.abort_all()
         return list(outputs.values())
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the function given is called, or to the end: a step broken off halfway ends the engine.
+
+    The third in a row goes through at once, for a device that hangs. Only the main thread gets signals.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def let_through() -> None:
+        if held:
+            number, frame = held[-1]
+            held.clear()
+            handler(number, frame)
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 2:
+            let_through()
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        let_through()
 
 
 def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:

@@ -1,5 +1,7 @@
 """The offline door, over the counting device."""
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -66,3 +68,40 @@ def test_a_prompt_that_fills_the_context_is_refused_and_nothing_runs(llm):
 def test_unknown_options_are_named_with_the_known_ones():
     with pytest.raises(ConfigError, match="unknown option max_seqs; known are"):
         module.LLM(max_seqs=3)
+
+
+@pytest.fixture
+def interruptible():
+    """Python's own Ctrl-C, whatever the tests were started under."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("part", ["dispatch", "collect"])
+def test_after_an_interrupt_in_mid_step_the_next_call_is_answered(llm, interruptible, monkeypatch, part):
+    runner, calls = llm.engine.runner, []
+    original = getattr(runner, part)
+
+    def interrupted(argument):
+        calls.append(argument)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return original(argument)
+
+    monkeypatch.setattr(runner, part, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc"] * 9, params(max_tokens=30))
+    assert not llm.engine.state.running and not llm.engine.state.pool.counts
+    assert texts(llm.generate("abc", params())) == ["def"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_third_interrupt_breaks_off_a_step_that_hangs(llm, interruptible, monkeypatch):
+    def hanging(_plan):
+        while True:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine.runner, "dispatch", hanging)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", params())
