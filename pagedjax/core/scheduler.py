@@ -112,6 +112,12 @@ def refusal(state: State, request: Request) -> Reject | None:
             f"The request needs {num_blocks} blocks of {config.block_size} tokens ({request.prompt_len} tokens in the "
             f"prompt, {request.max_tokens} in the completion), the KV cache has {config.num_blocks}.",
         )
+    if request.prompt_len > config.max_queued_tokens:
+        return Reject(
+            request.sequence_id,
+            "prompt_exceeds_queue",
+            f"The prompt has {request.prompt_len} tokens, and at most {config.max_queued_tokens} may wait.",
+        )
     num_waiting, num_tokens = len(state.waiting), state.waiting.num_tokens
     if num_waiting >= config.max_queued_requests or num_tokens + request.prompt_len > config.max_queued_tokens:
         return Reject(

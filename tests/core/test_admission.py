@@ -122,3 +122,13 @@ def test_a_full_queue_refuses_until_there_is_room_again(cap):
     assert (reject.code, reject.message) == ("queue_full", "The queue is full: 2 requests, 10 tokens.")
     world.step()
     assert world.arrive(5) not in world.rejected
+
+
+def test_a_prompt_that_no_empty_queue_could_take_is_refused_for_good():
+    world = World(max_queued_tokens=11)
+    reject = world.rejected[world.arrive(12)]
+    assert (reject.code, reject.message) == (
+        "prompt_exceeds_queue",
+        "The prompt has 12 tokens, and at most 11 may wait.",
+    )
+    assert world.arrive(11) not in world.rejected
