@@ -169,10 +169,14 @@ def _prompt(prompt: Prompt) -> str | list[int]:
         prompt = prompt[fields.pop()]
     if isinstance(prompt, str):
         return prompt
+    refused = RequestError("a prompt is a string or a list of token ids", param="prompt")
+    if isinstance(prompt, bytes | bytearray):
+        # Their items are integers too, but nobody means token ids by them.
+        raise refused
     try:
         return [index(token_id) for token_id in prompt]
     except TypeError:
-        raise RequestError("a prompt is a string or a list of token ids", param="prompt") from None
+        raise refused from None
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -35,7 +35,7 @@ def test_a_prompt_may_have_any_of_these_shapes_alone_or_among_others(llm, prompt
     assert texts(llm.generate([prompt, "ABC"], params())) == ["def", "DEF"]
 
 
-@pytest.mark.parametrize("prompt", [[0.5], [0, "b"], [[0, "b"]], [None], {"text": "abc"}, "", [[]]], ids=repr)
+@pytest.mark.parametrize("prompt", [[0.5], [0, "b"], [[0, "b"]], [None], {"text": "abc"}, "", [[]], b"abc"], ids=repr)
 def test_what_is_no_prompt_is_refused(llm, prompt):
     with pytest.raises(RequestError):
         llm.generate(prompt)
