@@ -19,6 +19,8 @@ from collections import deque
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# transformers looks for a package named kernels and would find the benchmark of that name beside this script.
+sys.path.pop(0)
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria, StoppingCriteriaList
