@@ -240,11 +240,8 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def apply_chat_template(self, messages):
-        return "|".join(message["content"] for message in messages)
-
-    def encode(self, text, add_special_tokens=True):
-        return [add_special_tokens, text]
+    def encode_chat(self, messages):
+        return ["|".join(message["content"] for message in messages)]
 
     def submit(self, prompt, params):
         self.prompts.append((prompt, params))
@@ -269,7 +266,7 @@ def test_local_chat_streams_and_stops_the_engine():
     assert pieces == ["Hel", "lo"]
     assert engine.stopped
     ((prompt, params),) = engine.prompts
-    assert prompt == [False, "hi"]  # the template has written the special tokens
+    assert prompt == ["hi"]
     assert (params.temperature, params.max_tokens) == (0.0, None)
 
 

@@ -113,9 +113,7 @@ def _read_line(prompt: str) -> str | None:
 
 
 async def _generate(engine: Any, messages: list[Message], params: SamplingParams, write: Write) -> None:
-    # The template writes the special tokens itself.
-    prompt_ids = engine.tokenizer.encode(engine.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-    stream = engine.submit(prompt_ids, params)
+    stream = engine.submit(engine.tokenizer.encode_chat(messages), params)
     try:
         async for delta in stream:
             write(delta.text)

@@ -78,10 +78,6 @@ class SamplingParams:
         _check_stops(self)
         _check_logit_bias(self)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 class Logprob(NamedTuple):
     """One candidate token: its natural-log probability, its rank (1 = likeliest) and its text."""
