@@ -17,7 +17,8 @@ BIN  := $(VENV)/bin
 BASE := $(VENV)/.installed
 DEV  := $(VENV)/.installed-dev
 # The environment for packages that are built apart takes the same versions, by whichever variable this pip reads.
-PIP  := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+APART := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
+PIP  := $(APART) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
 # An installation compiles the native kernels, so it is made anew when their sources change.
 INSTALLED := pyproject.toml constraints.txt setup.py $(wildcard pallas_kernels/native/*.cc pallas_kernels/native/*.h) \
 	pallas_kernels/native/build.py

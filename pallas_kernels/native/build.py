@@ -43,6 +43,7 @@ def build(library: Path = LIBRARY, objects: Path | None = None, extra_flags: tup
             return build(library, Path(folder), extra_flags)
     objects.mkdir(parents=True, exist_ok=True)
     command = [*_compiler(), *FLAGS, *extra_flags, f"-I{FOLDER}", "-isystem", str(_headers())]
+    _run([*_compiler(), "--version"])  # so that one that is not there is said as that
     levels = _known_levels(command)
     defines = [f"-DPAGEDJAX_HAS_{name.upper()}" for name in levels if name != "plain"]
     shared = [source for source in sorted(FOLDER.glob("*.cc")) if not source.stem.endswith("_isa")]
