@@ -2,20 +2,20 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from pallas_kernels import native
 
-FLOAT, PACKED_BF16, GROUPED = "float", "packed_bf16", "grouped"
-NAMES = (GROUPED, PACKED_BF16, FLOAT)  # in order of preference
+LayoutName = Literal["grouped", "packed_bf16", "float"]
+NAMES: tuple[LayoutName, ...] = ("grouped", "packed_bf16", "float")  # in order of preference
 
 
 class LayoutChoice(NamedTuple):
     """The layout to use, and the reasons against the others by name, in order of preference."""
 
-    name: str
+    name: LayoutName
     refused: Mapping[str, str]
 
 
@@ -37,12 +37,12 @@ def preferred(dtype: Any, *, is_quantised: bool) -> LayoutChoice:
     raise AssertionError("float is never refused")
 
 
-def _refusal(name: str, dtype: Any, is_quantised: bool, missing: str | None) -> str | None:
-    if name == FLOAT:
+def _refusal(name: LayoutName, dtype: Any, is_quantised: bool, missing: str | None) -> str | None:
+    if name == "float":
         return None
     if missing is not None:
         return f"it needs the native kernels: {missing}"
-    if name == GROUPED and not is_quantised:
+    if name == "grouped" and not is_quantised:
         return "the weights are not quantised"
     if dtype != jnp.bfloat16:
         return f"it rounds, and {dtype} is asked for"

@@ -1,7 +1,7 @@
 """Weights packed for the native CPU kernels (native/gemm.h): bfloat16, and GGUF's groups of 4 and 8 bits.
 
-The kernels take x, and give results, in float32 or bfloat16 as the caller has them: converting a row costs nothing beside
-reading the weights once, while a cast apart would be one more program for XLA to run. Sums are float32.
+The kernels take x, and give results, in float32 or bfloat16 as the caller has them: converting a row costs nothing
+beside reading the weights once, while a cast apart would be one more program for XLA to run. Sums are float32.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _as_tree = partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_
 @_as_tree
 @dataclass(frozen=True)
 class PackedBf16:
-    """bfloat16 as bits [out / 16, in / 2, 16, 2], uint16: XLA would convert an array of half precision it gathers from."""
+    """bfloat16, as bits: [out / 16, in / 2, 16, 2] uint16."""
 
     data: jax.Array
     num_out: int

@@ -30,9 +30,8 @@ class QuantisedRows(NamedTuple):
 
 def pack_bf16(weight: np.ndarray) -> np.ndarray:
     """[out, in] of any float type: the bits [out / 16, in / 2, 16, 2], uint16."""
-    num_out, num_in = weight.shape
     bits = weight.astype(ml_dtypes.bfloat16, copy=False).view(np.uint16)
-    padded = _padded(np.pad(bits, ((0, 0), (0, num_in % 2))) if num_in % 2 else bits)
+    padded = _padded(np.pad(bits, ((0, 0), (0, bits.shape[1] % 2))))
     return np.ascontiguousarray(padded.reshape(-1, LANES, padded.shape[1] // 2, 2).swapaxes(1, 2))
 
 

@@ -30,10 +30,10 @@ class NativeUnavailable(NotImplementedError):
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The loaded library: the level of instructions in use, the best one here, the threads of its pool."""
+    """The loaded library: the level of instructions it began with, all that run here, the threads of its pool."""
 
     level: str
-    best_level: str
+    levels: tuple[str, ...]
     num_threads: int
 
 
@@ -56,6 +56,14 @@ def load() -> NativeLibrary:
     if isinstance(loaded, str):
         raise NativeUnavailable(loaded)
     return loaded
+
+
+def use_level(level: str) -> None:
+    """From now on all kernels of the process run at `level`, one of LEVELS up to the best: for tests and benchmarks."""
+    library = load()
+    if level not in library.levels:
+        raise ValueError(f"no level {level!r} here; known: {', '.join(library.levels)}")
+    ctypes.CDLL(str(LIBRARY)).pagedjax_configure(LEVELS.index(level), library.num_threads)
 
 
 @functools.cache
@@ -95,10 +103,10 @@ def _ffi_version() -> int:
 
 
 def _configure(library: ctypes.CDLL, wish: str | None) -> NativeLibrary | str:
-    best = LEVELS[library.pagedjax_best_level()]
-    level = wish or best
-    if LEVELS.index(level) > LEVELS.index(best):
-        raise ValueError(f"PAGEDJAX_NATIVE={level}: the best level of this machine and library is {best}")
+    levels = LEVELS[: library.pagedjax_best_level() + 1]
+    level = wish or levels[-1]
+    if level not in levels:
+        raise ValueError(f"PAGEDJAX_NATIVE={level}: the best level of this machine and library is {levels[-1]}")
     num_threads = usable_cpus()
     library.pagedjax_configure(LEVELS.index(level), num_threads)
     try:
@@ -106,4 +114,4 @@ def _configure(library: ctypes.CDLL, wish: str | None) -> NativeLibrary | str:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except Exception as error:  # whatever XLA raises: its own types differ between versions
         return f"XLA refused the library: {error}"
-    return NativeLibrary(level, best, num_threads)
+    return NativeLibrary(level, levels, num_threads)
