@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pagedjax.core.errors import RequestError
+from pagedjax.core.tenants import DEFAULT_TENANT
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -27,13 +28,14 @@ class FinishReason(StrEnum):
 class Request(NamedTuple):
     """What the scheduler knows of one sequence: lengths in tokens, no token ids, no text.
 
-    A lower `priority` is served earlier (vLLM's convention); it lies in -8..7.
+    A lower `priority` is served earlier (vLLM's convention); it lies in -8..7. `tenant` names whose account pays.
     """
 
     sequence_id: int
     prompt_len: int
     max_tokens: int
     priority: int = 0
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
