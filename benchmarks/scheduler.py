@@ -4,10 +4,11 @@
 
 The limits: a decode step (StepDue and StepDone together) within 1 ms at 256 running, 10,000 waiting and 100,000 blocks;
 arrival and finish within 50 us + 1.5 us a block; planning a prefill within 1 ms + 2 us a new block; all of it flat in
-the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of
-its rows. With *tenants*, running and waiting requests belong to so many in turn. Times are CPU times of the thread over single calls: best, median and 99th percentile. The garbage collector
-runs, after what the set-up made was frozen, as a server does once it has started. A *warm* pool has no clean block: all
-that is free is idle and cached, so every block taken is an eviction.
+the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of its rows. With
+*tenants*, running and waiting requests belong to that many in turn. Times are CPU times of the thread over single
+calls: best, median and 99th percentile. The garbage collector runs, after what the set-up made was frozen, as a server
+does once it has started. A *warm* pool has no clean block: all that is free is idle and cached, so every block taken is
+an eviction.
 """
 
 import argparse
@@ -64,14 +65,8 @@ def main() -> None:
 
 def decode_steps(num_steps: int) -> Iterator[Figure]:
     """Planning a step of 256 decodes and finishing the one before it: one more is in flight all the time."""
-    cases = (
-        (0, False, 1),
-        (NUM_WAITING, False, 1),
-        (100_000, False, 1),
-        (NUM_WAITING, True, 1),
-        (NUM_WAITING, False, 8),
-    )
-    for num_waiting, warm, num_tenants in cases:
+    cases = [(0, False, 1), (NUM_WAITING, False, 1), (100_000, False, 1), (NUM_WAITING, True, 1)]
+    for num_waiting, warm, num_tenants in [*cases, (NUM_WAITING, False, 8)]:
         state = with_waiting(busy(NUM_RUNNING, warm=warm, num_tenants=num_tenants), num_waiting, num_tenants)
         state, _ = update(state, StepDue(0))
         freeze()

@@ -140,14 +140,13 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
         finish,
         num_served,
     ) = sequence
-    sequence_id, prompt_len, _, _, tenant = request
     end = start + length
     samples = end == num_expected
     if samples:
-        batch.service[tenant] += SAMPLE_COST
-    if start < prompt_len:
-        batch.service[tenant] += PROMPT_COST * max(0, min(end, prompt_len) - max(start, num_served))
-    row = tuple.__new__(Row, (sequence_id, start, length, blocks, samples))
+        batch.service[request.tenant] += SAMPLE_COST
+    if start < request.prompt_len:
+        batch.service[request.tenant] += PROMPT_COST * max(0, min(end, request.prompt_len) - max(start, num_served))
+    row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples, True))
     (batch.decodes if length == 1 else batch.chunks).append(row)
     if end % block_size < length:
         filled = slice(start // block_size, end // block_size)

@@ -22,9 +22,9 @@ class Order(NamedTuple):
 
     def rank(self, sequence: Sequence) -> Rank:
         """The smallest goes first: priority, the tenant's virtual counter, arrival, id."""
-        _, _, _, priority, tenant = request = sequence.request
-        due = counter(self.tenants, tenant, self.planned.get(tenant, 0))
-        return priority, due, sequence.arrival_us, request.sequence_id
+        request = sequence.request
+        due = counter(self.tenants, request.tenant, self.planned.get(request.tenant, 0))
+        return request.priority, due, sequence.arrival_us, request.sequence_id
 
 
 def num_to_compute(sequence: Sequence) -> int:

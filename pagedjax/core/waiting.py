@@ -1,4 +1,4 @@
-"""The waiting line: one first-come-first-served lane for each tenant and priority, of which only the heads are compared.
+"""The waiting line: a first-come-first-served lane for each tenant and priority, of which only the heads are compared.
 
 A preempted sequence keeps its place in its lane. Every operation costs the same for ten waiting sequences and for a
 hundred thousand.

@@ -71,7 +71,7 @@ class Flood:
 
     def arrive(self, tenant: str, prompt_len: int, max_tokens: int, priority: int = 0) -> int:
         sequence_id = len(self.requests)
-        request = self.requests[sequence_id] = Request(sequence_id, prompt_len, max_tokens, priority, tenant)
+        request = self.requests[sequence_id] = Request(sequence_id, prompt_len, max_tokens, priority, tenant=tenant)
         self.send(Arrived(request, (), self.now_us))
         return sequence_id
 

@@ -76,7 +76,7 @@ class World:
         if isinstance(prompt, int):
             prompt = [1000 * (sequence_id + 1) + i for i in range(prompt)]
         self.tokens[sequence_id], self.on_device[sequence_id] = list(prompt), list(prompt)
-        request = self.requests[sequence_id] = Request(sequence_id, len(prompt), max_tokens, priority, tenant)
+        request = self.requests[sequence_id] = Request(sequence_id, len(prompt), max_tokens, priority, tenant=tenant)
         self.send(Arrived(request, self.names(sequence_id), self.tick()))
         return sequence_id
 
