@@ -19,21 +19,22 @@ def repreempted(report: SimReport, min_tokens: int) -> tuple[Preemption, ...]:
 
 
 def most_overtaken(report: SimReport) -> int:
-    """The largest number of requests that arrived after somebody of their own priority and yet ran before it.
+    """The largest number of requests that arrived after one of the same tenant and priority and yet ran before it.
 
     First come, first served gives 0, ties in a step not counted.
     """
-    by_priority: dict[int, list[tuple[int, int]]] = {}
+    lines: dict[tuple[str, int], list[int]] = {}
     for outcome in report.outcomes:
         if outcome.wait_us is not None:
-            line = by_priority.setdefault(outcome.request.priority, [])
-            line.append((outcome.sequence_id, outcome.request.arrival_us + outcome.wait_us))
+            request = outcome.request
+            started_us = lines.setdefault((request.tenant, request.priority), [])
+            started_us.append(request.arrival_us + outcome.wait_us)
     most = 0
-    for line in by_priority.values():
-        later: list[int] = []  # when those behind started, rising
-        for _, started_us in reversed(line):
-            most = max(most, bisect(later, started_us - 1))
-            insort(later, started_us)
+    for line in lines.values():
+        behind: list[int] = []  # when those behind started, rising
+        for started in reversed(line):
+            most = max(most, bisect(behind, started - 1))
+            insort(behind, started)
     return most
 
 
