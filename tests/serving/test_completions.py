@@ -63,6 +63,14 @@ def test_logprobs_are_parallel_lists(client):
     assert logprobs["top_logprobs"][0] == {"I": -1, "J": -2, "H": -3}
 
 
+def test_the_tokens_of_one_character_share_its_offset(client_of, FakeEngine):
+    client = client_of(FakeEngine(["né", "🙂!"]))
+    choice = client.complete(prompt="é", echo=True, logprobs=0, max_tokens=20).json()["choices"][0]
+    offsets = [0, 0, 1, 2, 2, 3, 3, 3, 3, 4]
+    assert choice["text"] == "éné🙂!"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len("éné🙂!")]
+
+
 def test_logprobs_0_reports_the_token_alone(client):
     logprobs = client.complete(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"H": -3}]

@@ -54,8 +54,9 @@ def test_several_prompts_stream_side_by_side(client, events):
     assert texts == [prompt + "Hello, world" for prompt in "aabbcc"]
 
 
-def test_streamed_logprobs_equal_the_whole_ones(client, events):
-    fields = {"prompt": "ab", "echo": True, "logprobs": 2, "max_tokens": 9}
+def test_streamed_logprobs_equal_the_whole_ones(client_of, FakeEngine, events):
+    client = client_of(FakeEngine(["n", "é🙂"]))
+    fields = {"prompt": "aé", "echo": True, "logprobs": 2, "max_tokens": 9}
     *chunks, _ = events(client.complete(stream=True, **fields))
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     whole = client.complete(**fields).json()["choices"][0]["logprobs"]
