@@ -1,13 +1,13 @@
 """Ragged attention in C++ for CPUs, called through XLA's FFI: `pallas_kernels/native/attention.h` tells how it works.
 
 Layout: K and V as [num_blocks, num_layers, kv_heads, block_size * padded head_dim], tiled inside (attention.h); half
-precision as bits, unsigned ones of bfloat16 and signed ones of float16, since XLA:CPU of JAX 0.10 converts half precision
-to float32 and back around any move. q, k and v may be of another type than the cache.
+precision as bits, unsigned ones of bfloat16 and signed ones of float16, since XLA:CPU of JAX 0.10 converts half
+precision to float32 and back around any move. q, k and v may be of another type than the cache.
 
-The handler writes K and V into the cache that it reads, so the call aliases the cache's input and output: XLA copies the
-cache first where the caller's jit does not donate it. Sums are float32; a bfloat16 cache takes queries and weights
-rounded to bfloat16 where the machine multiplies these. A query's bits depend on its own context alone, not on the batch,
-the chunks or the threads. Limits: head_dim up to 256, block sizes that are multiples of 8 from 8 to 64.
+The handler writes K and V into the cache that it reads, so the call aliases the cache's input and output: XLA copies
+the cache first where the caller's jit does not donate it. Sums are float32; a bfloat16 cache takes queries and weights
+rounded to bfloat16 where the machine multiplies these. A query's bits depend on its own context alone, not on the
+batch, the chunks or the threads. Limits: head_dim up to 256, block sizes that are multiples of 8 from 8 to 64.
 """
 
 from typing import Any
@@ -71,16 +71,16 @@ def attend(
     native.load()
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *cache)]
     call = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={3: 1, 4: 2})
-    tables, *counts = (ragged.block_tables, ragged.q_starts, ragged.kv_lens, ragged.slots)
-    k_dim = padded(q.shape[-1])[0]
-    block_size = cache.k.shape[-1] // k_dim
+    block_size = cache.k.shape[-1] // padded(q.shape[-1])[0]
     out, new_k, new_v = call(
         q,
         k.astype(q.dtype),
         v.astype(q.dtype),
         *cache,
-        tables,
-        *counts,
+        ragged.block_tables,
+        ragged.q_starts,
+        ragged.kv_lens,
+        ragged.slots,
         jnp.asarray(layer, jnp.int32),
         block_size=np.int32(block_size),
         scale=np.float32(scale),
