@@ -1,17 +1,22 @@
 """The scheduler's configuration: plain numbers, checked once."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from pagedjax.core.errors import ConfigError
 
+PreemptionMethod = Literal["auto", "swap", "recompute"]
 _COUNTS = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
+_COUNTS_OR_ZERO = ("num_host_blocks", "num_disk_blocks", "swap_us_per_block", "recompute_us_per_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of the pure scheduler. Lengths are in tokens.
 
-    `async_scheduling` plans one step ahead of the one that runs. Raises ConfigError, naming the flag.
+    `async_scheduling` plans one step ahead of the one that runs. A tier of 0 blocks is absent. `preemption_method` auto
+    swaps where moving a victim's blocks out and in again, `swap_us_per_block` each way, takes less time than computing
+    its tokens again, `recompute_us_per_token` each; both are measured. Raises ConfigError, naming the flag.
     """
 
     block_size: int = 16
@@ -24,11 +29,24 @@ class SchedulerConfig:
     async_scheduling: bool = True
     max_queued_requests: int = 4096
     max_queued_tokens: int = 8_000_000
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    preemption_method: PreemptionMethod = "auto"
+    swap_us_per_block: int = 50
+    recompute_us_per_token: int = 100
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}; {_flag(name)}")
+        for name in _COUNTS_OR_ZERO:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}; {_flag(name)}")
+        if self.preemption_method not in get_args(PreemptionMethod):
+            raise ConfigError(
+                f"preemption_method {self.preemption_method!r} is not one of {', '.join(get_args(PreemptionMethod))}; "
+                "set --preemption-method"
+            )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size {self.block_size} must be a power of two; try --block-size 16")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -121,7 +121,7 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
     ) = sequence
     end = start + length
     samples = end == num_expected
-    row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples))
+    row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples, True))
     (batch.decodes if length == 1 else batch.chunks).append(row)
     if end % block_size < length:
         filled = slice(start // block_size, end // block_size)

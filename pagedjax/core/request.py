@@ -22,18 +22,23 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 class Request(NamedTuple):
     """What the scheduler knows of one sequence: lengths in tokens, no token ids, no text.
 
-    A lower `priority` is served earlier (vLLM's convention); it lies in -8..7.
+    A lower `priority` is served earlier (vLLM's convention); it lies in -8..7. `fork_of` is a sequence with the same
+    prompt, whose blocks this one shares if that one still runs (parallel sampling). `needs_confirmation` says that the
+    next step needs the last token's value on the host (beams), so it is planned only once that token is confirmed.
     """
 
     sequence_id: int
     prompt_len: int
     max_tokens: int
     priority: int = 0
+    fork_of: int | None = None
+    needs_confirmation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ from pagedjax.core.state import (
     State,
     StepDone,
     StepDue,
+    StepFailed,
+    TransferDone,
     Waiting,
     next_phase,
 )
@@ -58,6 +60,10 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
             return plan_step(state)
         case StepDone():
             return _step_done(state, event)
+        case StepFailed():
+            raise SchedulerError(f"plan {event.plan_id} failed")
+        case TransferDone():
+            raise SchedulerError(f"transfer {event.transfer_id} is not under way")
         case _:
             assert_never(event)
 
@@ -173,8 +179,8 @@ def _oldest_plan(state: State, event: StepDone) -> StepPlan:
 def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerConfig) -> Sequence:
     """Confirm one row. What it gave is discarded if the sequence has ended in the meantime."""
     # Unpacked, and made by tuple.__new__: a quarter of the time of _replace, and this runs for every row of every step.
-    _, start, length, _, samples = row
-    _, num_accepted, end, new_names = result
+    _, start, length, _, samples, _ = row
+    _, num_accepted, end, new_names, _ = result
     (
         request,
         arrival_us,

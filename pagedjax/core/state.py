@@ -15,7 +15,7 @@ from pagedjax.core.blocks import BlockPool
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.draw import state_html
 from pagedjax.core.errors import SchedulerError
-from pagedjax.core.plan import RowResult, StepPlan
+from pagedjax.core.plan import RowResult, StepPlan, Tier
 from pagedjax.core.request import FinishReason, Request
 
 
@@ -167,19 +167,76 @@ class StepDone:
     now_us: int
 
 
-Event = Arrived | Aborted | StepDue | StepDone
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A plan in flight failed and the device's cache is lost: every block of the device, and every plan in flight.
+
+    `suspects` are the sequences that may have caused it; none named, every row of the plan is one. Copies in the host's
+    memory and on disk stay valid.
+    """
+
+    plan_id: int
+    suspects: tuple[int, ...]
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """A SwapOut has reached its tier, or a Fetch its staging; or, not `ok`, it never will."""
+
+    transfer_id: int
+    ok: bool
+    now_us: int
+
+
+Event = Arrived | Aborted | StepDue | StepDone | StepFailed | TransferDone
 
 
 class RunStep(NamedTuple):
     plan: StepPlan
 
 
+class CopyBlocks(NamedTuple):
+    """Copy device blocks, (source, target) each, before the RunStep of the same effects."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+class SwapOut(NamedTuple):
+    """Gather device blocks now, before any later RunStep, and bring them to `tier`: moves are (device block, block of
+    that tier). The device blocks are free at once; the others are in transfer until TransferDone."""
+
+    transfer_id: int
+    tier: Tier
+    moves: tuple[tuple[int, int], ...]
+
+
+class Fetch(NamedTuple):
+    """Bring blocks of `tier` to a staging array on the device. Ends with TransferDone; a later plan scatters them."""
+
+    transfer_id: int
+    tier: Tier
+    block_ids: tuple[int, ...]
+
+
+class Discard(NamedTuple):
+    """A finished fetch that nobody will scatter: free its staging."""
+
+    transfer_id: int
+
+
 class Preempt(NamedTuple):
     """The sequence is back in line and its blocks are given up; `num_lost_tokens` must be computed again
-    (fewer, where the prefix cache still has them)."""
+    (fewer, where the device still has them when it resumes).
+
+    `method` is "swap" (everything it has computed has a copy in a lower tier), "partial" (a leading part has) or
+    "recompute"; `reason` says why it had to yield: "memory", "priority", "slots", "fairness" or "failure".
+    """
 
     sequence_id: int
     num_lost_tokens: int
+    method: str = "recompute"
+    reason: str = "memory"
 
 
 class Finish(NamedTuple):
@@ -195,7 +252,7 @@ class Reject(NamedTuple):
     message: str
 
 
-Effect = RunStep | Preempt | Finish | Reject
+Effect = CopyBlocks | SwapOut | Fetch | Discard | RunStep | Preempt | Finish | Reject
 
 
 def next_phase(phase: Phase, cause: Cause) -> Phase:

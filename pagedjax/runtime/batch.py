@@ -23,7 +23,8 @@ class StepInputs(NamedTuple):
     """The parts of a step's packed array, int32, for T tokens, R rows, P picked rows and tables W wide.
 
     A negative token id -1 - s stands for the last id sampled in slot s. `slots` are the cache's token slots
-    (block_id * block_size + offset, -1 for padding), `picked` the packed tokens whose hidden states go to the head.
+    (block_id * block_size + offset, -1 for padding and for rows that do not write), `picked` the packed tokens whose
+    hidden states go to the head.
     """
 
     token_ids: np.ndarray | jax.Array  # [T]
@@ -92,7 +93,7 @@ def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, 
     parts.block_tables[:num_rows] = slots.tables[rows.slots]
     parts.positions[:total] = positions
     blocks = parts.block_tables[row_of_token, positions // block_size]
-    parts.slots[:total] = blocks * block_size + positions % block_size
+    parts.slots[:total] = np.where(rows.writes[row_of_token], blocks * block_size + positions % block_size, -1)
     parts.slots[total:] = -1
     parts.q_starts[: num_rows + 1] = rows.q_starts
     parts.q_starts[num_rows + 1 :] = total
@@ -111,6 +112,7 @@ class _Rows(NamedTuple):
     starts: np.ndarray
     lengths: np.ndarray
     samples: np.ndarray
+    writes: np.ndarray
     slots: np.ndarray
     num_blocks: np.ndarray
     q_starts: np.ndarray
@@ -119,7 +121,7 @@ class _Rows(NamedTuple):
 def _columns(plan: StepPlan, tokens: TokenTable, slots: SlotTable) -> _Rows:
     if not plan.rows:
         raise SchedulerError(f"plan {plan.plan_id} has no rows")
-    sequence_ids, starts, lengths, blocks, samples = zip(*plan.rows)
+    sequence_ids, starts, lengths, blocks, samples, writes = zip(*plan.rows)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise SchedulerError(f"plan {plan.plan_id} has two rows of one sequence")
     lengths = np.array(lengths)
@@ -129,6 +131,7 @@ def _columns(plan: StepPlan, tokens: TokenTable, slots: SlotTable) -> _Rows:
         np.array(starts),
         lengths,
         np.array(samples),
+        np.array(writes),
         np.array(slots.slots(sequence_ids)),
         np.array([len(row_blocks) for row_blocks in blocks]),
         q_starts,

@@ -66,6 +66,13 @@ def test_a_mixed_batch_of_decodes_and_a_chunk():
     assert set(batch.fields[2:, 0].tolist()) == {12}
 
 
+def test_a_row_that_does_not_write_reads_its_own_position_from_the_cache():
+    host = Host()
+    host.add(1, [10, 11, 12])
+    inputs = parts(host.build(Row(1, 2, 1, (9,), True, writes=False)))
+    assert (inputs.slots[0], inputs.kv_lens[0], inputs.positions[0]) == (-1, 3, 2)
+
+
 def test_random_batches_hold_for_every_token_what_its_row_says():
     draw = random.Random(3)
     for _ in range(50):
