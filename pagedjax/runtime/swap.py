@@ -63,9 +63,9 @@ class _Transfer(NamedTuple):
     started_s: float
 
 
-def copy_sizes(block_bytes: int) -> tuple[int, ...]:
-    """The numbers of blocks for which copy programs are made."""
-    return tuple(size for size in COPY_SIZES if size == 1 or size * block_bytes <= _MAX_ARRAY_BYTES)
+def copy_sizes(block_bytes: int, num_blocks: int) -> tuple[int, ...]:
+    """The numbers of blocks for which copy programs are made, where the device has `num_blocks`."""
+    return tuple(size for size in COPY_SIZES if size == 1 or size <= min(num_blocks, _MAX_ARRAY_BYTES // block_bytes))
 
 
 def split_sizes(num_blocks: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -77,6 +77,11 @@ def split_sizes(num_blocks: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
         pieces.append((size, min(size, num_blocks)))
         num_blocks -= pieces[-1][1]
     return pieces
+
+
+def max_staging_bytes(num_blocks: int, block_bytes: int) -> int:
+    """The most that staging takes where the longest sequence has `num_blocks` blocks: room for two such, padded."""
+    return 4 * num_blocks * block_bytes
 
 
 class Transfers:
@@ -97,6 +102,10 @@ class Transfers:
         self._live: dict[int, _Transfer] = {}
         self._fetched: dict[int, list[Piece]] = {}
         self.staging_bytes = 0
+
+    @property
+    def has_pools(self) -> bool:
+        return bool(self._pools)
 
     def __len__(self) -> int:
         """Transfers whose end has not been polled."""
@@ -160,6 +169,8 @@ class Transfers:
     def _start(self, transfer_id: int, tier: Tier, is_fetch: bool, block_ids: tuple[int, ...]) -> _Transfer:
         if transfer_id in self._live or transfer_id in self._fetched:
             raise SchedulerError(f"transfer {transfer_id} is under way already")
+        if tier not in self._pools:
+            raise SchedulerError(f"transfer {transfer_id} asks for the {tier} tier, which is not there")
         staged = self._staged(len(block_ids))
         transfer = _Transfer(transfer_id, tier, is_fetch, block_ids, staged, time.perf_counter())
         self._live[transfer_id] = transfer
@@ -181,7 +192,11 @@ class Transfers:
         return self._row.size * self._row.dtype.itemsize
 
     def _staged(self, num_blocks: int) -> int:
-        return sum(size for size, _ in split_sizes(num_blocks, self._sizes)) * self._row_bytes
+        return _staged_blocks(num_blocks, self._sizes) * self._row_bytes
+
+
+def _staged_blocks(num_blocks: int, sizes: Sequence[int]) -> int:
+    return sum(size for size, _ in split_sizes(num_blocks, sizes))
 
 
 # --- in the workers' threads ------------------------------------------------------------------------------------------

@@ -174,7 +174,8 @@ def test_pieces_hold_every_block_once_and_waste_less_than_half(sizes):
         assert all(size in sizes and size < 2 * used <= 2 * size for size, used in pieces)
 
 
-def test_sizes_stop_where_an_array_would_be_mapped_anew_each_time():
-    assert copy_sizes(1000) == (1, 4, 16, 64, 256)
-    assert copy_sizes(737_280) == (1, 4, 16)
-    assert copy_sizes(2**30) == (1,)
+def test_sizes_stop_where_an_array_would_be_mapped_anew_each_time_and_at_the_devices_blocks():
+    assert copy_sizes(1000, 2000) == (1, 4, 16, 64, 256)
+    assert copy_sizes(1000, 63) == (1, 4, 16)
+    assert copy_sizes(737_280, 2000) == (1, 4, 16)
+    assert copy_sizes(2**30, 2000) == (1,)
