@@ -150,12 +150,12 @@ class Runner:
         """Enqueue a gather of the blocks, which later steps may overwrite, and start their transfer."""
         block_ids, targets = zip(*effect.moves)
         if not self._transfers.has_room(len(block_ids)):
-            self._transfers.fail(effect.transfer_id, effect.tier, "no room for staging", is_fetch=False)
+            self._transfers.fail_swap_out(effect.transfer_id, effect.tier, "no room for staging")
             return
         try:
             pieces = copies.gather(self.programs, self._caches, block_ids, self._copy_sizes)
         except jax.errors.JaxRuntimeError as error:  # no memory for staging; the cache is not touched
-            self._transfers.fail(effect.transfer_id, effect.tier, str(error), is_fetch=False)
+            self._transfers.fail_swap_out(effect.transfer_id, effect.tier, str(error))
             return
         self._transfers.swap_out(effect.transfer_id, effect.tier, pieces, targets)
 

@@ -7,6 +7,7 @@ bytes to and from the tier's pool, so a slow disk holds up nobody else. The engi
 
 import queue
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,7 @@ from pagedjax.core.plan import Tier
 COPY_SIZES = (1, 4, 16, 64, 256)
 # Beyond it the C library maps and clears fresh memory for every array: 64 blocks of 737 KB took 27 ms, 32 took 3.
 _MAX_ARRAY_BYTES = 32 * 2**20 - 4096
+_LEAST_STAGING_BYTES = 64 * 2**20
 
 
 class Pool(Protocol):
@@ -80,16 +82,16 @@ def split_sizes(num_blocks: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def max_staging_bytes(num_blocks: int, block_bytes: int) -> int:
-    """The most that staging takes where the longest sequence has `num_blocks` blocks: room for two such, padded."""
-    return 4 * num_blocks * block_bytes
+    """The most that staging takes each way, where the longest sequence has `num_blocks` blocks: two such, padded."""
+    return max(4 * num_blocks * block_bytes, _LEAST_STAGING_BYTES)
 
 
 class Transfers:
     """What is on its way. One thread, the engine's, calls it.
 
-    `row` is the shape [1, words] of one staged block. A transfer that would bring the staging arrays above
-    `max_staging_bytes` fails at its start: what it would save can be computed again, and nobody has to wait for room
-    that may depend on him.
+    `row` is the shape [1, words] of one staged block. Each way, at most `max_staging_bytes` are staged at once (or one
+    transfer): a fetch waits for its turn, and a swap-out, whose blocks are about to be overwritten, fails at once. What
+    it would have saved can be computed again.
     """
 
     def __init__(
@@ -98,10 +100,11 @@ class Transfers:
         self._pools, self._row, self._sizes = pools, row, tuple(sizes)
         self._max_staging_bytes = max_staging_bytes
         self._workers = {tier: ThreadPoolExecutor(1, thread_name_prefix=f"swap-{tier}") for tier in pools}
-        self._ended: queue.SimpleQueue[tuple[_Transfer, list[Piece], str | None]] = queue.SimpleQueue()
+        self._ended: _Ended = queue.SimpleQueue()
         self._live: dict[int, _Transfer] = {}
+        self._delayed: deque[_Transfer] = deque()
         self._fetched: dict[int, list[Piece]] = {}
-        self.staging_bytes = 0
+        self._staged_out = self._staged_in = 0
 
     @property
     def has_pools(self) -> bool:
@@ -111,29 +114,29 @@ class Transfers:
         """Transfers whose end has not been polled."""
         return len(self._live)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging arrays that are on their way or wait to be taken."""
+        return self._staged_out + self._staged_in
+
     def has_room(self, num_blocks: int) -> bool:
-        """Whether the staging of a transfer of so many blocks fits beside what is there."""
-        return self.staging_bytes + self._staged(num_blocks) <= self._max_staging_bytes
+        """Whether so many blocks may be swapped out now."""
+        return self._fits(self._staged_out, self._staged(num_blocks))
 
     def swap_out(self, transfer_id: int, tier: Tier, pieces: list[Piece], block_ids: tuple[int, ...]) -> None:
         """Bring gathered blocks, in order, to blocks `block_ids` of a tier."""
-        transfer = self._start(transfer_id, tier, False, block_ids)
+        transfer = self._begin(transfer_id, tier, False, block_ids)
+        self._staged_out += transfer.staging_bytes
         self._workers[tier].submit(_write, transfer, pieces, self._pools[tier], self._ended)
+
+    def fail_swap_out(self, transfer_id: int, tier: Tier, error: str) -> None:
+        """End one whose blocks could not be gathered."""
+        self._ended.put((self._begin(transfer_id, tier, False, ()), [], error))
 
     def fetch(self, transfer_id: int, tier: Tier, block_ids: tuple[int, ...]) -> None:
         """Bring blocks of a tier to staging arrays, where they stay until `take` or `discard`."""
-        if not self.has_room(len(block_ids)):
-            self.fail(transfer_id, tier, "no room for staging", is_fetch=True)
-            return
-        transfer = self._start(transfer_id, tier, True, block_ids)
-        shapes = [(size, self._row.shape[1]) for size, _ in split_sizes(len(block_ids), self._sizes)]
-        self._workers[tier].submit(_read, transfer, shapes, self._row.dtype, self._pools[tier], self._ended)
-
-    def fail(self, transfer_id: int, tier: Tier, error: str, *, is_fetch: bool) -> None:
-        """End a transfer that never started."""
-        transfer = _Transfer(transfer_id, tier, is_fetch, (), 0, time.perf_counter())
-        self._live[transfer_id] = transfer
-        self._ended.put((transfer, [], error))
+        self._delayed.append(self._begin(transfer_id, tier, True, block_ids))
+        self._start_fetches()
 
     def poll(self, timeout_s: float = 0.0) -> list[Completion]:
         """The transfers that have ended since the last call. While there is none but some are on their way, waits for
@@ -154,7 +157,8 @@ class Transfers:
         pieces = self._fetched.pop(transfer_id, None)
         if pieces is None:
             raise SchedulerError(f"transfer {transfer_id} is no finished fetch")
-        self.staging_bytes -= sum(piece.staging.nbytes for piece in pieces)
+        self._staged_in -= sum(piece.staging.nbytes for piece in pieces)
+        self._start_fetches()
         return pieces
 
     def discard(self, transfer_id: int) -> None:
@@ -166,7 +170,7 @@ class Transfers:
         for worker in self._workers.values():
             worker.shutdown(cancel_futures=True)
 
-    def _start(self, transfer_id: int, tier: Tier, is_fetch: bool, block_ids: tuple[int, ...]) -> _Transfer:
+    def _begin(self, transfer_id: int, tier: Tier, is_fetch: bool, block_ids: tuple[int, ...]) -> _Transfer:
         if transfer_id in self._live or transfer_id in self._fetched:
             raise SchedulerError(f"transfer {transfer_id} is under way already")
         if tier not in self._pools:
@@ -174,18 +178,31 @@ class Transfers:
         staged = self._staged(len(block_ids))
         transfer = _Transfer(transfer_id, tier, is_fetch, block_ids, staged, time.perf_counter())
         self._live[transfer_id] = transfer
-        self.staging_bytes += staged
         return transfer
+
+    def _start_fetches(self) -> None:
+        while self._delayed and self._fits(self._staged_in, self._delayed[0].staging_bytes):
+            transfer = self._delayed.popleft()
+            self._staged_in += transfer.staging_bytes
+            shapes = [(size, self._row.shape[1]) for size, _ in split_sizes(len(transfer.block_ids), self._sizes)]
+            pool = self._pools[transfer.tier]
+            self._workers[transfer.tier].submit(_read, transfer, shapes, self._row.dtype, pool, self._ended)
 
     def _end(self, transfer: _Transfer, pieces: list[Piece], error: str | None) -> Completion:
         del self._live[transfer.transfer_id]
-        if transfer.is_fetch and error is None:
+        if not transfer.is_fetch:
+            self._staged_out -= transfer.staging_bytes
+        elif error is None:
             self._fetched[transfer.transfer_id] = pieces
         else:
-            self.staging_bytes -= transfer.staging_bytes
+            self._staged_in -= transfer.staging_bytes
+            self._start_fetches()
         num_bytes = len(transfer.block_ids) * self._row_bytes
         duration_s = time.perf_counter() - transfer.started_s
         return Completion(transfer.transfer_id, transfer.tier, transfer.is_fetch, num_bytes, duration_s, error)
+
+    def _fits(self, staged: int, more: int) -> bool:
+        return not staged or staged + more <= self._max_staging_bytes
 
     @property
     def _row_bytes(self) -> int:

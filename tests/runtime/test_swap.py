@@ -147,14 +147,42 @@ def test_staging_is_counted_until_it_is_taken_or_discarded(transfers, gate):
     assert transfers.staging_bytes == 0
 
 
-def test_a_transfer_without_room_for_its_staging_fails_at_once(transfers, gate):
-    transfers.fetch(1, Tier.DISK, tuple(range(8)))
-    assert transfers.has_room(2) and not transfers.has_room(3)
-    transfers.fetch(2, Tier.DISK, (0, 1, 2))
-    (end,) = ends(transfers)
-    assert (end.transfer_id, end.ok, end.error) == (2, False, "no room for staging")
+def test_a_fetch_without_room_for_its_staging_waits_for_its_turn(transfers, gate):
     gate.is_open.set()
-    assert [end.ok for end in ends(transfers)] == [True]
+    transfers.fetch(1, Tier.HOST, tuple(range(8)))
+    transfers.fetch(2, Tier.HOST, (0, 1, 2))
+    transfers.fetch(3, Tier.DISK, (0,))
+    assert [end.transfer_id for end in ends(transfers)] == [1]
+    assert transfers.poll(0.05) == []
+    assert transfers.staging_bytes == 8 * 12
+    transfers.discard(1)
+    assert [(end.transfer_id, end.ok) for end in ends(transfers, 2)] == [(2, True), (3, True)]
+
+
+def test_a_fetch_that_never_fits_runs_alone(transfers):
+    transfers.fetch(1, Tier.HOST, tuple(i % NUM_BLOCKS for i in range(16)))
+    transfers.fetch(2, Tier.HOST, (0,))
+    assert [(end.transfer_id, end.ok) for end in ends(transfers)] == [(1, True)]
+    assert len(fetched(transfers, 1)) == 16
+    assert [end.transfer_id for end in ends(transfers)] == [2]
+
+
+def test_a_failed_fetch_lets_the_next_one_start(transfers, gate):
+    gate.error = OSError("the disk fell over")
+    gate.is_open.set()
+    transfers.fetch(1, Tier.DISK, tuple(range(8)))
+    transfers.fetch(2, Tier.HOST, tuple(range(8)))
+    assert [(end.transfer_id, end.ok) for end in ends(transfers, 2)] == [(1, False), (2, True)]
+
+
+def test_room_for_swap_outs_is_their_own(transfers):
+    transfers.fetch(1, Tier.DISK, tuple(range(8)))
+    assert transfers.has_room(8)
+    transfers.swap_out(2, Tier.DISK, staged(*range(8)), tuple(range(8)))
+    assert transfers.has_room(2) and not transfers.has_room(3)
+    transfers.fail_swap_out(3, Tier.HOST, "no room for staging")
+    (end,) = ends(transfers)
+    assert (end.transfer_id, end.ok, end.error) == (3, False, "no room for staging")
 
 
 def test_what_is_no_finished_fetch_cannot_be_taken(transfers):
