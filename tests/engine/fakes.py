@@ -23,7 +23,7 @@ class LetterTokenizer:
     eos_token_ids = frozenset({EOS})
     special_token_ids = frozenset({EOS})
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
         return [self.letters.index(letter) for letter in text]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
