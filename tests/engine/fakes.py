@@ -7,7 +7,7 @@ import numpy as np
 from pagedjax.core.plan import StepPlan
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
-from pagedjax.runtime.runner import StepResult
+from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.tokens import TokenTable
 
 VOCAB_SIZE = 64
