@@ -23,7 +23,8 @@ from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, token_logprobs
 from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
-from pagedjax.runtime.runner import Runner, StepHandle, StepResult
+from pagedjax.runtime.results import StepHandle, StepResult
+from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.sampler import Scores
 
 

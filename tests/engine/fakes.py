@@ -8,7 +8,7 @@ from pagedjax.core.plan import StepPlan
 from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
-from pagedjax.runtime.runner import StepResult
+from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.tokens import TokenTable
 
 VOCAB_SIZE = 64
