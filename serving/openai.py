@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 from pagedjax.core.request import Logprob
 from serving import sse
+from serving.inputs import Prompt
 from serving.interfaces import Delta, Stream, Tokenizer, TokenLogprobs
 from serving.offsets import TextOffsets
-from serving.schemas import ChatCall, CompletionCall, Prompt
+from serving.schemas import ChatCall, CompletionCall
 
 # JSON has no -inf, and clients take exp() of what they get.
 MIN_LOGPROB = -9999.0

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving.schemas import MAX_PROMPTS, ModelFacts, parse_chat, parse_completion
+from serving.inputs import MAX_PROMPTS, ModelFacts
+from serving.schemas import parse_chat, parse_completion
 
 MODEL = ModelFacts("tiny", 258, 200)
 
