@@ -153,7 +153,7 @@ _COMPLETION: dict[str, Check] = {
     "echo": boolean,
     "logprobs": integer,
     "best_of": integer,
-    "suffix": refused,
+    "suffix": one_of(""),
 }
 _CHAT: dict[str, Check] = {
     **_SAMPLING,

@@ -162,5 +162,18 @@ def test_null_means_absent(client, engine):
     assert engine.submitted[0][1].n == 1
 
 
+def test_fields_that_name_what_is_done_anyway_have_no_effect(client):
+    assert client.complete(best_of=1, suffix="", n=1).json()["choices"] == client.complete().json()["choices"]
+    assert len(client.complete(best_of=2, n=2).json()["choices"]) == 2
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_echo_goes_with_several_prompts_choices_and_logprobs(client, max_tokens):
+    fields = {"prompt": ["ab", "c"], "n": 2, "best_of": 2, "logprobs": 0, "echo": True, "max_tokens": max_tokens}
+    choices = client.complete(**fields).json()["choices"]
+    assert [choice["text"] for choice in choices] == [text + "He"[:max_tokens] for text in ("ab", "ab", "c", "c")]
+    assert all(len(choice["logprobs"]["tokens"]) == len(choice["text"]) for choice in choices)
+
+
 def test_fields_that_say_who_asks_have_no_effect(client):
     assert client.complete(user="somebody").json()["choices"] == client.complete().json()["choices"]
