@@ -6,6 +6,7 @@ from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import give
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
+from pagedjax.core.tenants import enter
 
 
 def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
@@ -13,23 +14,30 @@ def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
     leavers = [s for s in state.running if s.phase is not Phase.RUNNING and s.num_in_flight == 0]
     if not leavers:
         return state, ()
-    pool, waiting = state.pool, state.waiting
+    pool, waiting, tenants = state.pool, state.waiting, state.tenants
     effects: list[Effect] = []
     for sequence in leavers:
         pool = give(pool, sequence.blocks, sequence.block_hashes)
         if next_phase(sequence.phase, Cause.DRAIN) is Phase.WAITING:
+            tenants = enter(tenants, sequence.request.tenant, waiting.queues, state.config.tenant_weights)
             waiting = lines.park(waiting, back_in_line(sequence))
             effects.append(Preempt(sequence.sequence_id, sequence.num_computed))
         else:
             effects.append(_finish(sequence))
     running = tuple([s for s in state.running if s.phase is Phase.RUNNING or s.num_in_flight > 0])
-    return replace(state, running=running, pool=pool, waiting=waiting), tuple(effects)
+    return replace(state, running=running, pool=pool, waiting=waiting, tenants=tenants), tuple(effects)
 
 
 def back_in_line(sequence: Sequence) -> Sequence:
     """The sequence with its tokens but without its blocks: its keys and values will be computed again."""
     return sequence._replace(
-        phase=Phase.WAITING, num_expected=sequence.num_tokens, num_computed=0, num_planned=0, num_cached=0, blocks=()
+        phase=Phase.WAITING,
+        num_expected=sequence.num_tokens,
+        num_computed=0,
+        num_planned=0,
+        num_cached=0,
+        blocks=(),
+        num_served=max(sequence.num_served, sequence.num_computed),
     )
 
 

@@ -5,6 +5,7 @@ Sarathi-Serve (OSDI'24): decodes take their tokens before any prompt, so a long 
 """
 
 from bisect import insort
+from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from pagedjax.core.config import num_blocks_for
 from pagedjax.core.leaving import drain
 from pagedjax.core.plan import Row, StepPlan
 from pagedjax.core.policy import (
+    Order,
     num_blocks_coming,
     num_blocks_promised,
     num_blocks_to_admit,
@@ -24,23 +26,27 @@ from pagedjax.core.policy import (
 )
 from pagedjax.core.prefix import longest_prefix, max_prefix_blocks
 from pagedjax.core.state import Cause, Effect, Phase, RunStep, Sequence, State, next_phase
+from pagedjax.core.tenants import PROMPT_COST, SAMPLE_COST, charge, leave
 
 # Waiting sequences whose prefix is being computed in this very step are passed over; not more than this many.
 MAX_PASSED_OVER = 16
 
 
 class _Batch(NamedTuple):
-    """The step being planned: its rows, and the named blocks that they fill (name -> block id)."""
+    """The step being planned: its rows, the named blocks that they fill (name -> block id), and their cost in service
+    tokens (tenant -> cost)."""
 
     decodes: list[Row]
     chunks: list[Row]
     filled: dict[bytes, int]
+    service: defaultdict[str, int]
 
 
 def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
     """Plan the next step, or nothing if there is nothing to compute."""
-    batch = _Batch([], [], {})
+    batch = _Batch([], [], {}, defaultdict(int))
     state, effects, short = _continue_running(state, batch)
+    line = state.waiting
     if not short:
         state = _admit(state, batch)
     rows = (*batch.decodes, *batch.chunks)
@@ -52,6 +58,7 @@ def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
         pending=(*state.pending, Map(batch.filled)),
         in_flight=(*state.in_flight, plan),
         next_plan_id=state.next_plan_id + 1,
+        tenants=leave(charge(state.tenants, batch.service), line.queues, state.waiting.queues),
     )
     return state, (*effects, RunStep(plan))
 
@@ -60,6 +67,10 @@ def _continue_running(state: State, batch: _Batch) -> tuple[State, tuple[Effect,
     """Plan the running sequences' rows. Also says whether any of them was short of blocks."""
     block_size, running, pool = state.config.block_size, list(state.running), state.pool
     left = [num_to_compute(sequence) for sequence in running]
+    by_turn = len(state.tenants.accounts) > 1 and _is_scarce(left, pool.num_free, block_size)
+    if by_turn:
+        running.sort(key=Order(state.tenants, {}).rank)
+        left = [num_to_compute(sequence) for sequence in running]
     budget = state.config.max_num_batched_tokens - left.count(1)
     short = False
     for index, num_left in enumerate(left):
@@ -80,8 +91,17 @@ def _continue_running(state: State, batch: _Batch) -> tuple[State, tuple[Effect,
         if num_left > 1:
             budget -= length
         running[index] = _plan_row(batch, sequence, length, block_size)
+    if by_turn:
+        running.sort(key=lambda s: s.rank)
     state, effects = drain(replace(state, running=tuple(running), pool=pool))
     return state, effects, short
+
+
+def _is_scarce(left: list[int], num_free: int, block_size: int) -> bool:
+    """Whether it matters which of several tenants' sequences is planned first: their tokens may need more blocks than
+    are free, or more than one has a prompt to compute. In most steps it does not, and they need not be sorted."""
+    num_prompts = len(left) - left.count(0) - left.count(1)
+    return num_prompts > 1 or len(left) + num_blocks_for(sum(left), block_size) > num_free
 
 
 def _make_room(running: list[Sequence], beneficiary: int, num_new: int, pool: BlockPool) -> BlockPool:
@@ -118,9 +138,14 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
         blocks,
         names,
         finish,
+        num_served,
     ) = sequence
     end = start + length
     samples = end == num_expected
+    if samples:
+        batch.service[request.tenant] += SAMPLE_COST
+    if start < request.prompt_len:
+        batch.service[request.tenant] += PROMPT_COST * max(0, min(end, request.prompt_len) - max(start, num_served))
     row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples, True))
     (batch.decodes if length == 1 else batch.chunks).append(row)
     if end % block_size < length:
@@ -139,12 +164,13 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
         blocks,
         names,
         finish,
+        num_served,
     )
     return tuple.__new__(Sequence, advanced)
 
 
 def _admit(state: State, batch: _Batch) -> State:
-    """Admit waiting sequences in rank order until a slot, a token or a block is missing.
+    """Admit waiting sequences in order of rank until a slot, a token or a block is missing.
 
     One whose next block is being computed by a row of this same step is passed over until the next step, when it can
     read that block: so a burst of prompts with one prefix computes it once.
@@ -157,7 +183,7 @@ def _admit(state: State, batch: _Batch) -> State:
     pool, waiting, running = state.pool, state.waiting, list(state.running)
     num_promised = num_blocks_promised(running, config.block_size)
     num_passed_over = 0
-    for sequence in lines.in_rank_order(state.waiting):
+    for sequence in lines.in_rank_order(state.waiting, Order(state.tenants, batch.service).rank):
         if slots == 0 or budget == 0 or num_passed_over == MAX_PASSED_OVER:
             break
         limit = max_prefix_blocks(sequence.num_tokens, config.block_size)

@@ -20,7 +20,8 @@ from pallas_kernels.native.build import LIBRARY, source_hash
 from pallas_kernels.native.threads import usable_cpus
 
 LEVELS = ("plain", "avx2", "avx512", "avx512_bf16")  # the order of levels.h
-TARGETS = ("pagedjax_linear", "pagedjax_take_rows")  # FFI targets; the library's symbols have the same names
+# FFI targets; the library's symbols have the same names
+TARGETS = ("pagedjax_linear", "pagedjax_take_rows", "pagedjax_ragged_attention")
 REBUILD = "`python -m pallas_kernels.native` builds it"
 
 
@@ -35,6 +36,10 @@ class NativeLibrary:
     level: str
     levels: tuple[str, ...]
     num_threads: int
+
+    @property
+    def best_level(self) -> str:
+        return self.levels[-1]
 
 
 def unavailable() -> str | None:

@@ -1,9 +1,8 @@
 // The product of gemm.h as an XLA FFI handler: checks what it is given and shares the work out.
 #include "gemm.h"
 
-#include <cstring>
-
 #include "handler.h"
+#include "numbers.h"
 #include "pool.h"
 
 namespace pagedjax {
@@ -87,32 +86,17 @@ ffi::Error linear(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm, 
 
 // ---- rows of a packed weight ----------------------------------------------------------------------------------------
 
-float half_to_float(uint16_t half) {
-  int exponent = half >> 10 & 31, fraction = half & 1023;
-  float value = exponent == 31 ? (fraction ? __builtin_nanf("") : __builtin_inff())
-                : exponent     ? __builtin_ldexpf(1024 + fraction, exponent - 25)
-                               : __builtin_ldexpf(fraction, -24);
-  return half & 0x8000 ? -value : value;
-}
-
-float bf16_to_float(uint16_t x) {
-  uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
 // One output's weights, [num_inputs].
 void unpack(Format format, const uint8_t* block, int64_t lane, int64_t num_inputs, float* out) {
   if (format == Format::bf16) {
     const uint16_t* pairs = reinterpret_cast<const uint16_t*>(block) + 2 * lane;
-    for (int64_t k = 0; k < num_inputs; ++k) out[k] = bf16_to_float(pairs[k / 2 * 32 + k % 2]);
+    for (int64_t k = 0; k < num_inputs; ++k) out[k] = from_bfloat16(pairs[k / 2 * 32 + k % 2]);
     return;
   }
   bool nibbles = format == Format::nibbles;
   for (int64_t group = 0; group < num_inputs / kGroup; ++group, block += nibbles ? 320 : 544, out += kGroup) {
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(block + (nibbles ? 256 : 512));
-    float scale = half_to_float(scales[lane]), minimum = nibbles ? half_to_float(scales[kBlockOutputs + lane]) : 0.0f;
+    float scale = from_float16(scales[lane]), minimum = nibbles ? from_float16(scales[kBlockOutputs + lane]) : 0.0f;
     for (int64_t k = 0; k < kGroup; ++k) {
       if (nibbles) {
         int both = block[k / 8 * 64 + lane * 4 + k % 4];

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "numbers.h"
+
 #if defined(__AVX512F__)
 #define PAGEDJAX_SIMD_AVX512 1
 #elif defined(__AVX2__)
@@ -288,34 +290,10 @@ PAGEDJAX_INLINE void store_int8(int8_t* p, Ints16 a) {
   for (int i = 0; i < kLanes; ++i) p[i] = (int8_t)a.v[i];
 }
 
-PAGEDJAX_INLINE float half_to_float(uint16_t half) {
-  uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-  uint32_t bits = (rest << 13) + (112u << 23);  // the exponent's bias is 15 here, 127 there
-  if (rest >= 0x7c00) bits += 112u << 23;       // infinity and NaN
-  float value;
-  memcpy(&value, &bits, 4);
-  if (rest < 0x400) value = (float)rest * 0x1p-24f;  // zero and subnormal numbers
-  memcpy(&bits, &value, 4);
-  bits |= sign;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-PAGEDJAX_INLINE float bf16_to_float(uint16_t x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-PAGEDJAX_INLINE uint16_t float_to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  return (uint16_t)((x != x ? bits | 0x400000 : rounded) >> 16);
-}
-PAGEDJAX_INLINE Floats16 load_half(const uint16_t* p) { PAGEDJAX_EACH(Floats16, half_to_float(p[i])); }
-PAGEDJAX_INLINE Floats16 load_bf16(const uint16_t* p) { PAGEDJAX_EACH(Floats16, bf16_to_float(p[i])); }
+PAGEDJAX_INLINE Floats16 load_half(const uint16_t* p) { PAGEDJAX_EACH(Floats16, from_float16(p[i])); }
+PAGEDJAX_INLINE Floats16 load_bf16(const uint16_t* p) { PAGEDJAX_EACH(Floats16, from_bfloat16(p[i])); }
 PAGEDJAX_INLINE void store_bf16(uint16_t* p, Floats16 a) {
-  for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(a.v[i]);
+  for (int i = 0; i < kLanes; ++i) p[i] = to_bfloat16(a.v[i]);
 }
 
 PAGEDJAX_INLINE Bytes64 load_bytes(const uint8_t* p) {
@@ -389,7 +367,7 @@ PAGEDJAX_INLINE Floats16 odd_lanes(const uint16_t* w) {
 #else
 PAGEDJAX_INLINE Floats16 even_lanes(const uint16_t* w) {
   Floats16 out;
-  for (int i = 0; i < kLanes; ++i) out.v[i] = bf16_to_float(w[2 * i]);
+  for (int i = 0; i < kLanes; ++i) out.v[i] = from_bfloat16(w[2 * i]);
   return out;
 }
 PAGEDJAX_INLINE Floats16 odd_lanes(const uint16_t* w) { return even_lanes(w + 1); }
