@@ -25,6 +25,7 @@ class Track:
     num_preemptions: int = 0
     num_recomputed: int = 0
     high_water: int = 0
+    num_executed: int = 0
 
 
 class Recorder:
@@ -123,6 +124,7 @@ class Recorder:
         for row in plan.rows:
             track, end = self.tracks[row.sequence_id], row.start + row.length
             self._start(track, row, state.now_us)
+            track.num_executed += row.length
             first_new = max(row.start, min(end, track.high_water))
             track.num_recomputed += first_new - row.start
             num_again += first_new - row.start
@@ -146,6 +148,7 @@ class Recorder:
         if track.parked_at_us is not None:
             track.parked_us += now_us - track.parked_at_us
             track.parked_at_us = None
+            track.num_executed = 0
         if self._switching_us:
             self.switches.append(Switch(self._switching_us.pop(0), now_us + round(self.cost.host_us)))
 
@@ -168,7 +171,7 @@ class Recorder:
                 effect.method,
                 effect.reason,
                 effect.num_lost_tokens,
-                len(track.token_us),
+                track.num_executed,
             )
         )
 

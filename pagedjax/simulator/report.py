@@ -56,14 +56,14 @@ class Outcome:
 
 
 class Preemption(NamedTuple):
-    """`num_tokens` were lost with it, `num_generated` had been sampled before."""
+    """`num_tokens` were lost with it; `num_executed` were computed for the sequence since it had (re)started."""
 
     now_us: int
     sequence_id: int
     method: str
     reason: str
     num_tokens: int
-    num_generated: int
+    num_executed: int
 
 
 class Switch(NamedTuple):
