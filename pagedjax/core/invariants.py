@@ -3,6 +3,7 @@
 from collections import Counter
 
 from pagedjax.core.config import num_blocks_for
+from pagedjax.core.policy import num_blocks_reserved
 from pagedjax.core.state import Phase, State
 from pagedjax.core.waiting import in_rank_order
 
@@ -14,6 +15,7 @@ def check(state: State) -> None:
     _check_waiting(state)
     _check_running(state)
     _check_in_flight(state)
+    assert num_blocks_reserved(state.running, state.config.block_size) <= state.pool.num_free, "a reservation is broken"
 
 
 def _check_blocks_are_conserved(state: State) -> None:

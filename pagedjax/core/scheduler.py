@@ -28,6 +28,7 @@ from pagedjax.core.state import (
     Reject,
     Sequence,
     State,
+    Stay,
     StepDone,
     StepDue,
     StepFailed,
@@ -91,6 +92,7 @@ def _arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
         num_in_flight=0,
         blocks=(),
         block_hashes=event.block_hashes if config.enable_prefix_caching else (),
+        stay=Stay(since_us=event.now_us),
     )
     tenants = enter(state.tenants, request.tenant, state.waiting.queues, config.tenant_weights)
     return replace(state, waiting=lines.enqueue(state.waiting, sequence), tenants=tenants), ()
@@ -216,7 +218,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         blocks,
         names,
         finish,
-        num_served,
+        stay,
     ) = sequence
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
         num_tokens += num_accepted
@@ -238,7 +240,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         blocks,
         names,
         finish,
-        num_served,
+        stay,
     )
     return tuple.__new__(Sequence, accepted)
 

@@ -56,6 +56,21 @@ TRANSITIONS: dict[tuple[Phase, Cause], Phase] = {
 }
 
 
+class Stay(NamedTuple):
+    """What a sequence's ways into the line and out of it leave behind; changed nowhere else.
+
+    `since_us` is when it last came into the line or to run, `waited_us` its time in line before that. `num_served`
+    tokens were computed before it was last preempted: nobody is charged for them again. Of one that is `reserved` no
+    block is ever taken, and room for all its tokens is kept. `reason` is why it must yield, while it does.
+    """
+
+    since_us: int = 0
+    waited_us: int = 0
+    num_served: int = 0
+    reserved: bool = False
+    reason: str = "memory"
+
+
 class Sequence(NamedTuple):
     """One sequence and how far it is, in tokens. (NamedTuple: two are made per row and step, at half the cost of a
     frozen dataclass.)
@@ -64,7 +79,6 @@ class Sequence(NamedTuple):
     in the cache). Including the plans in flight: `num_expected` tokens, `num_planned` computed; `num_in_flight`
     counts the plans that contain it. `num_cached` tokens came from the prefix cache when it was last admitted.
     `block_hashes` names every full block of its tokens so far, or none where its prefix is not to be shared.
-    `num_served` tokens were computed before it was last preempted: its tenant is not charged for them again.
     """
 
     request: Request
@@ -79,7 +93,7 @@ class Sequence(NamedTuple):
     blocks: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
     finish: FinishReason | None = None
-    num_served: int = 0
+    stay: Stay = Stay()
 
     @property
     def sequence_id(self) -> int:
