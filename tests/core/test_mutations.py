@@ -54,7 +54,9 @@ def take_the_same_block_twice(take):
 
 
 def wrong_victim(victim_index):
-    return lambda running, beneficiary, excess: next((i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None)
+    return lambda running, beneficiary, excess: next(
+        (i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None
+    )
 
 
 def victim_is_always_the_beneficiary(victim_index):
