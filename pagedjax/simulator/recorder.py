@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.plan import StepPlan
 from pagedjax.core.state import Effect, Event, Finish, Preempt, Reject, RunStep, State, StepDone, StepDue
+from pagedjax.core.tenants import SAMPLE_COST
 from pagedjax.simulator.cost import CostModel
-from pagedjax.simulator.report import Outcome, Preemption, SimReport, Status, Totals, Transfer, Usage
+from pagedjax.simulator.report import Outcome, Preemption, Service, SimReport, Status, Totals, Transfer, Usage
 from pagedjax.simulator.workload import SimRequest
 
 
@@ -34,6 +35,7 @@ class Recorder:
         self.preemptions: list[Preemption] = []
         self.usage: list[Usage] = []
         self.transfers: list[Transfer] = []
+        self.service: dict[str, list[Service]] = {}
         self._totals: dict[str, int] = dict.fromkeys(Totals._fields, 0)
         self._level = Usage(0, 0, 0, 0, 0, 0)
 
@@ -79,6 +81,7 @@ class Recorder:
             preemptions=tuple(self.preemptions),
             usage=tuple(self.usage),
             transfers=tuple(self.transfers),
+            service={tenant: tuple(samples) for tenant, samples in self.service.items()},
             totals=Totals(**self._totals),
         )
 
@@ -119,6 +122,8 @@ class Recorder:
             num_again = max(0, min(end, track.high_water) - row.start)
             track.num_recomputed += num_again
             totals["recomputed_tokens"] += num_again
+            num_served = min(end, track.request.prompt_len) - max(row.start, track.high_water)
+            self._serve(track, state.now_us, num_served)
             track.high_water = max(track.high_water, end)
 
     def _preempted(self, effect: Preempt, now_us: int) -> None:
@@ -136,9 +141,19 @@ class Recorder:
             )
         )
 
+    def _serve(self, track: Track, now_us: int, num_tokens: int) -> None:
+        if num_tokens > 0:
+            samples = self.service.setdefault(track.request.tenant, [])
+            total = num_tokens + (samples[-1].num_tokens if samples else 0)
+            if samples and samples[-1].now_us == now_us:
+                samples.pop()
+            samples.append(Service(now_us, total))
+
     def _done(self, plan: StepPlan, event: StepDone) -> None:
         for row, result in zip(plan.rows, event.results):
             if result.num_accepted:
-                self.tracks[row.sequence_id].token_us.append(event.now_us)
+                track = self.tracks[row.sequence_id]
+                track.token_us.append(event.now_us)
+                self._serve(track, event.now_us, SAMPLE_COST)
             elif row.samples:
                 self._totals["discarded_tokens"] += 1

@@ -4,9 +4,11 @@ TTFT runs from arrival to the first token, ITL between a request's successive to
 TPOT is (last - first token) / (tokens - 1). Times are virtual microseconds.
 """
 
+import math
 from array import array
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -86,6 +88,14 @@ class Transfer(NamedTuple):
     num_blocks: int
 
 
+class Service(NamedTuple):
+    """What one tenant had got by then: 1 for each prompt token computed for the first time, 2 for each token sampled
+    and kept (the scheduler's own measure, counted apart from it)."""
+
+    now_us: int
+    num_tokens: int
+
+
 class Totals(NamedTuple):
     """Sums over the run. `busy_us` is the device's working time, the three `_slot_us` integrate `Usage` over time."""
 
@@ -130,6 +140,7 @@ class SimReport:
     preemptions: tuple[Preemption, ...]
     usage: tuple[Usage, ...]
     transfers: tuple[Transfer, ...]
+    service: Mapping[str, tuple[Service, ...]]
     totals: Totals
 
     @property
@@ -166,6 +177,12 @@ class SimReport:
     def preemptions_by(self, field: str) -> dict[str, int]:
         """How many preemptions there were by their `method` or `reason`."""
         return dict(Counter(getattr(preemption, field) for preemption in self.preemptions))
+
+    def service_between(self, tenant: str, start_us: int, end_us: int) -> int:
+        """The service that a tenant got after `start_us` and until `end_us`."""
+        samples = self.service.get(tenant, ())
+        before, after = (bisect(samples, (now_us, math.inf)) for now_us in (start_us, end_us))
+        return (samples[after - 1].num_tokens if after else 0) - (samples[before - 1].num_tokens if before else 0)
 
     def swapped_bytes(self, *, to_device: bool) -> int:
         num_blocks = sum(t.num_blocks for t in self.transfers if t.to_device is to_device)

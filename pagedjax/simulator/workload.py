@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.request import Request
+from pagedjax.core.tenants import DEFAULT_TENANT
 
 
 class SimRequest(NamedTuple):
@@ -23,10 +24,13 @@ class SimRequest(NamedTuple):
     output_len: int
     max_tokens: int | None = None
     priority: int = 0
+    tenant: str = DEFAULT_TENANT
     block_names: tuple[bytes, ...] | None = None
 
     def for_scheduler(self, sequence_id: int) -> Request:
-        return Request(sequence_id, self.prompt_len, self.max_tokens or self.output_len, self.priority)
+        return Request(
+            sequence_id, self.prompt_len, self.max_tokens or self.output_len, self.priority, tenant=self.tenant
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class Traffic:
     max_output_len: int = 1_000_000
     max_tokens: int | None = None
     priority: int = 0
+    tenant: str = DEFAULT_TENANT
     start_s: float = 0.0
     seed: int = 0
 
@@ -69,6 +74,7 @@ def _draw(traffic: Traffic) -> Iterable[SimRequest]:
             output_len=_length(random, traffic.output_median, traffic.output_sigma, traffic.max_output_len),
             max_tokens=traffic.max_tokens,
             priority=traffic.priority,
+            tenant=traffic.tenant,
         )
 
 

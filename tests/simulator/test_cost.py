@@ -25,9 +25,7 @@ MEASURED = (
 
 
 def rows(*groups):
-    return [
-        Row(0, start, length, (), True) for num_rows, start, length in groups for _ in range(num_rows)
-    ]  # fmt: skip
+    return [Row(0, start, length, (), True) for num_rows, start, length in groups for _ in range(num_rows)]
 
 
 @pytest.mark.parametrize(("groups", "ms"), [case[1:] for case in MEASURED], ids=[case[0] for case in MEASURED])

@@ -114,6 +114,22 @@ def test_prompts_with_equal_names_share_their_blocks():
     assert report.outcomes[1].ttft_us < report.outcomes[0].ttft_us
 
 
+def test_service_agrees_with_the_schedulers_own_books():
+    tenants = mix(
+        *(
+            Traffic(num_requests=20, rate=3000, prompt_median=20, output_median=8, tenant=tenant, seed=seed,
+                    prompt_sigma=1, max_prompt_len=100, max_tokens=10, max_output_len=10)
+            for seed, tenant in enumerate(("gold", "bronze"))
+        )
+    )  # fmt: skip
+    states = []
+    report = simulate(replace(CONFIG, num_blocks=40), tenants, COST, observe=lambda *seen: states.append(seen[2]))
+    for tenant in ("gold", "bronze"):
+        assert report.service[tenant][-1].num_tokens == states[-1].tenants.accounts[tenant].service
+    assert report.service_between("gold", -1, report.end_us) == report.service["gold"][-1].num_tokens
+    assert report.service_between("gold", report.end_us, report.end_us + 1) == 0
+
+
 def test_waste_counts_the_empty_end_of_the_last_block():
     # 5 tokens in 2 blocks of 4 while the prompt is computed and its token sampled; the second step is planned at once.
     report = simulate(replace(CONFIG, async_scheduling=False), [request(5, 1)], COST)
