@@ -13,6 +13,7 @@ MAX_WEIGHT = 10_000
 MAX_WAIT_S = 1e9
 
 _COUNTS = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
+FIXED = ("block_size", "num_blocks", "num_host_blocks", "num_disk_blocks")
 _COUNTS_OR_ZERO = (
     "num_host_blocks",
     "num_disk_blocks",

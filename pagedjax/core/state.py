@@ -61,7 +61,8 @@ class Stay(NamedTuple):
 
     `since_us` is when it last came into the line or to run, `waited_us` its time in line before that. `num_served`
     tokens were computed before it was last preempted: nobody is charged for them again. Of one that is `reserved` no
-    block is ever taken, and room for all its tokens is kept. `reason` is why it must yield, while it does.
+    block is ever taken, and room for all its tokens is kept. `reason` is why it must yield, while it does. Its blocks
+    are shared if it is `named`.
     """
 
     since_us: int = 0
@@ -69,6 +70,7 @@ class Stay(NamedTuple):
     num_served: int = 0
     reserved: bool = False
     reason: str = "memory"
+    named: bool = True
 
 
 class Sequence(NamedTuple):
@@ -148,6 +150,8 @@ class State:
     """Everything the scheduler knows. `running` is in order of priority, then arrival; `in_flight` plans are in order
     of execution.
 
+    `config_since` is the first plan to which the present configuration applies.
+
     `pending` names, for each plan in flight, the blocks that it computes (name -> block id): later plans may read them.
     """
 
@@ -160,6 +164,7 @@ class State:
     next_plan_id: int
     now_us: int
     tenants: Tenants = Tenants()
+    config_since: int = 0
 
     def _repr_html_(self) -> str:
         return state_html(self)
@@ -220,7 +225,26 @@ class TransferDone:
     now_us: int
 
 
-Event = Arrived | Aborted | StepDue | StepDone | StepFailed | TransferDone
+@dataclass(frozen=True, slots=True)
+class ConfigChanged:
+    """From the next plan on another configuration applies; not of the blocks, whose numbers and size stay.
+
+    Whether prefixes are shared is decided when a request arrives.
+    """
+
+    config: SchedulerConfig
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantChanged:
+    """The tenants' weights are others from now on; what has been counted stays. All of them are given."""
+
+    weights: tuple[tuple[str, int], ...]
+    now_us: int
+
+
+Event = Arrived | Aborted | StepDue | StepDone | StepFailed | TransferDone | ConfigChanged | TenantChanged
 
 
 class RunStep(NamedTuple):

@@ -137,10 +137,11 @@ def _may_preempt(waiter: Sequence, grade: Grade, order: Order) -> bool:
 
 
 def _without_excess(running: list[Sequence], order: Order, num_too_many: int) -> list[Sequence]:
-    """Fewer may run than do, since the configuration has changed: the lowest ranks yield."""
-    may_yield = [i for i, s in enumerate(running) if s.phase is Phase.RUNNING and not s.stay.reserved]
-    may_yield.sort(key=lambda index: order.running(running[index]), reverse=True)
-    for index in may_yield[:num_too_many]:
+    """Fewer may run than do, since the configuration has changed: the lowest ranks yield, never the top."""
+    by_rank = [index for index, s in enumerate(running) if s.phase is Phase.RUNNING]
+    by_rank.sort(key=lambda index: order.running(running[index]))
+    may_yield = [index for index in by_rank[1:] if not running[index].stay.reserved]
+    for index in may_yield[::-1][:num_too_many]:
         running[index] = yields(running[index], "slots")
     return running
 

@@ -21,6 +21,7 @@ from pagedjax.core.scheduler import init, update
 from pagedjax.core.state import (
     Aborted,
     Arrived,
+    ConfigChanged,
     Effect,
     Event,
     Finish,
@@ -97,6 +98,10 @@ class World:
             self.ended.add(sequence_id)
         return self.send(Aborted(sequence_id, self.tick()))
 
+    def change(self, **changes: Any) -> None:
+        """From now on another configuration applies."""
+        self.send(ConfigChanged(replace(self.state.config, **changes), self.tick()))
+
     def due(self) -> StepPlan | None:
         """Ask for a step and run it on the device, unless there is none to plan."""
         effects = self.send(StepDue(self.tick()))
@@ -119,10 +124,11 @@ class World:
 
     def run(self) -> int:
         """Run until nobody is left, as far ahead as is allowed; the number of plans that took."""
-        num_plans = 0
+        num_plans, limit = 0, 10 * self.step_bound() + 100
         while self.state.running or self.state.waiting.places:
             plan = self.due()
             num_plans += plan is not None
+            assert num_plans <= limit, "it goes on for ever"
             if plan is None or len(self.state.in_flight) == self.state.config.max_steps_in_flight:
                 assert self.state.in_flight, "stuck: there is work, but nothing is planned and nothing is in flight"
                 self.done()
@@ -251,7 +257,8 @@ class World:
         yields to a better grade ranks below somebody in line, and is neither shielded nor reserved nor owed."""
         order = order_of(replace(before, now_us=self.state.now_us), {})
         ran = {s.sequence_id: s for s in before.running if s.phase is Phase.RUNNING}
-        go_on = [order.running(s) for s in self.state.running if s.phase is Phase.RUNNING and s.sequence_id in ran]
+        go_on = [s for s in self.state.running if s.phase is Phase.RUNNING and s.sequence_id in ran]
+        go_on = [order.running(s) for s in go_on if not s.stay.reserved]
         yielding = [s for s in self.state.running if s.phase is Phase.YIELDING] + list(
             in_rank_order(self.state.waiting)
         )
@@ -259,8 +266,9 @@ class World:
         for victim in (s for s in yielding if s.sequence_id in ran):
             sequence = ran[victim.sequence_id]
             assert not sequence.stay.reserved, "one that must not be preempted is"
-            if victim.stay.reason == "memory":
-                below = order.running(sequence) > (min if len(before.tenants.accounts) > 1 else max)(go_on)
+            if victim.stay.reason in ("memory", "slots"):
+                chosen = len(before.tenants.accounts) > 1 and victim.stay.reason == "memory"
+                below = order.running(sequence) > (min if chosen else max)(go_on, default=())
                 assert below, "a victim outranks a beneficiary"
             else:
                 assert min(waiters) < order.grade(sequence), "a victim outranks its beneficiary"
@@ -268,13 +276,14 @@ class World:
                 assert not order.protects(sequence.request.tenant), "a tenant that is owed is preempted"
 
     def _check_admissions(self, before: State) -> None:
-        """Whoever is admitted has room for all its tokens and a block of headroom; in some order of admission."""
+        """Whoever is admitted has a slot, and room for all its tokens and a block of headroom; in some order."""
         size, needs = self.state.config.block_size, []
         for sequence in self.state.running:
-            if sequence.sequence_id in before.waiting.places:
+            if sequence.stay.since_us == self.state.now_us > before.now_us:  # it has come to run with this event
                 num_shared = sequence.num_cached // size
                 num_needed = num_blocks_for(min(sequence.num_tokens + size, sequence.max_len), size) - num_shared
                 needs.append((num_needed, len(sequence.blocks) - num_shared))
+        assert not needs or len(self.state.running) <= self.state.config.max_num_seqs, "there was no slot"
         # If any order works, then this one: those who need the most beyond what they take go first.
         num_free = self.state.pool.num_free + sum(num_taken for _, num_taken in needs)
         for num_needed, num_taken in sorted(needs, key=lambda need: need[1] - need[0]):
@@ -337,7 +346,23 @@ def random_event(world: World, rng: random.Random) -> None:
         )
     elif choice < 0.25 and world.tokens:
         world.abort(rng.randrange(len(world.tokens)))
+    elif choice < 0.26:
+        random_change(world, rng)
     elif choice < 0.65:
         world.due()
     elif world.state.in_flight:
         world.done()
+
+
+def random_change(world: World, rng: random.Random) -> None:
+    """Another configuration, or other weights. Rarely, since everything is different then."""
+    max_num_seqs = rng.randint(1, 5)
+    world.change(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.randint(max_num_seqs, 16),
+        async_scheduling=rng.random() < 0.7,
+        enable_prefix_caching=rng.random() < 0.8,
+        enable_preemption=rng.random() < 0.8,
+        preemption_mode=rng.choice(["aggressive", "conservative"]),
+        tenant_weights={tenant: rng.randint(1, 5) for tenant in world.tenants},
+    )
