@@ -54,7 +54,8 @@ class World:
     """`stop_every` ends a sequence whenever the sampled token is a multiple of it. An event comes every `tick_us`."""
 
     def __init__(self, *, stop_every: int = 0, tick_us: int = 1, **limits: Any) -> None:
-        self.state: State = init(SchedulerConfig(**(SMALL | limits)))
+        self.config = SchedulerConfig(**(SMALL | limits))
+        self.state: State = init(self.config)
         self.stop_every = stop_every
         self.tenants = [DEFAULT_TENANT, *dict(self.state.config.tenant_weights)]
         self.tick_us = tick_us
