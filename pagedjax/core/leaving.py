@@ -5,8 +5,9 @@ from dataclasses import replace
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import give
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.request import FinishReason
 from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
-from pagedjax.core.tenants import enter
+from pagedjax.core.tenants import ended, enter
 
 
 def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
@@ -20,15 +21,17 @@ def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
         pool = give(pool, sequence.blocks, sequence.block_hashes)
         if next_phase(sequence.phase, Cause.DRAIN) is Phase.WAITING:
             tenants = enter(tenants, sequence.request.tenant, waiting.queues, state.config.tenant_weights)
-            waiting = lines.park(waiting, back_in_line(sequence))
-            effects.append(Preempt(sequence.sequence_id, sequence.num_computed))
+            waiting = lines.park(waiting, back_in_line(sequence, state.now_us))
+            effects.append(Preempt(sequence.sequence_id, sequence.num_computed, reason=sequence.stay.reason))
         else:
             effects.append(_finish(sequence))
+            if sequence.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                tenants = ended(tenants, sequence.request.tenant, sequence.num_tokens - sequence.request.prompt_len)
     running = tuple([s for s in state.running if s.phase is Phase.RUNNING or s.num_in_flight > 0])
     return replace(state, running=running, pool=pool, waiting=waiting, tenants=tenants), tuple(effects)
 
 
-def back_in_line(sequence: Sequence) -> Sequence:
+def back_in_line(sequence: Sequence, now_us: int) -> Sequence:
     """The sequence with its tokens but without its blocks: its keys and values will be computed again."""
     return sequence._replace(
         phase=Phase.WAITING,
@@ -37,7 +40,9 @@ def back_in_line(sequence: Sequence) -> Sequence:
         num_planned=0,
         num_cached=0,
         blocks=(),
-        num_served=max(sequence.num_served, sequence.num_computed),
+        stay=sequence.stay._replace(
+            since_us=now_us, num_served=max(sequence.stay.num_served, sequence.num_computed), reserved=False
+        ),
     )
 
 

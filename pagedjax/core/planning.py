@@ -13,20 +13,25 @@ from immutables import Map
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import BlockPool, give, share, take
-from pagedjax.core.config import num_blocks_for
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.leaving import drain
 from pagedjax.core.plan import Row, StepPlan
 from pagedjax.core.policy import (
     Order,
+    come_to_run,
+    excess_blocks,
     num_blocks_coming,
     num_blocks_promised,
+    num_blocks_reserved,
     num_blocks_to_admit,
     num_to_compute,
+    order_of,
     victim_index,
 )
 from pagedjax.core.prefix import longest_prefix, max_prefix_blocks
 from pagedjax.core.state import Cause, Effect, Phase, RunStep, Sequence, State, next_phase
 from pagedjax.core.tenants import PROMPT_COST, SAMPLE_COST, charge, leave
+from pagedjax.core.yielding import make_way, yields
 
 # Waiting sequences whose prefix is being computed in this very step are passed over; not more than this many.
 MAX_PASSED_OVER = 16
@@ -45,7 +50,10 @@ class _Batch(NamedTuple):
 def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
     """Plan the next step, or nothing if there is nothing to compute."""
     batch = _Batch([], [], {}, defaultdict(int))
-    state, effects, short = _continue_running(state, batch)
+    order = order_of(state, batch.service)
+    state, left = make_way(state, order)
+    state, effects, short = _continue_running(state, batch, order)
+    effects = left + effects
     line = state.waiting
     if not short:
         state = _admit(state, batch)
@@ -63,14 +71,15 @@ def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
     return state, (*effects, RunStep(plan))
 
 
-def _continue_running(state: State, batch: _Batch) -> tuple[State, tuple[Effect, ...], bool]:
+def _continue_running(state: State, batch: _Batch, order: Order) -> tuple[State, tuple[Effect, ...], bool]:
     """Plan the running sequences' rows. Also says whether any of them was short of blocks."""
     block_size, running, pool = state.config.block_size, list(state.running), state.pool
     left = [num_to_compute(sequence) for sequence in running]
-    by_turn = len(state.tenants.accounts) > 1 and _is_scarce(left, pool.num_free, block_size)
-    if by_turn:
-        running.sort(key=Order(state.tenants, {}).rank)
-        left = [num_to_compute(sequence) for sequence in running]
+    num_reserved = num_blocks_reserved(running, block_size)
+    by_rank = _is_scarce(left, pool.num_free - num_reserved, state.config)
+    if by_rank:
+        running.sort(key=order.running)
+        left = _no_more_than(state.config.max_num_seqs, [num_to_compute(sequence) for sequence in running])
     budget = state.config.max_num_batched_tokens - left.count(1)
     short = False
     for index, num_left in enumerate(left):
@@ -81,41 +90,51 @@ def _continue_running(state: State, batch: _Batch) -> tuple[State, tuple[Effect,
         num_lacking = sequence.num_planned + length - len(sequence.blocks) * block_size
         if num_lacking > 0:
             num_new = num_blocks_for(num_lacking, block_size)
-            if num_new > pool.num_free:
+            num_kept = 0 if sequence.stay.reserved else num_reserved
+            if num_new + num_kept > pool.num_free:
                 short = True
-                pool = _make_room(running, index, num_new, pool)
-                if num_new > pool.num_free or running[index].phase is not Phase.RUNNING:
+                pool = _make_room(running, index, num_new + num_kept, pool, order)
+                if num_new + num_kept > pool.num_free or running[index].phase is not Phase.RUNNING:
                     continue
             pool, taken = take(pool, num_new)
             sequence = sequence._replace(blocks=sequence.blocks + taken)
+            num_reserved -= num_new if sequence.stay.reserved else 0
         if num_left > 1:
             budget -= length
         running[index] = _plan_row(batch, sequence, length, block_size)
-    if by_turn:
+    if by_rank:
         running.sort(key=lambda s: s.rank)
     state, effects = drain(replace(state, running=tuple(running), pool=pool))
     return state, effects, short
 
 
-def _is_scarce(left: list[int], num_free: int, block_size: int) -> bool:
-    """Whether it matters which of several tenants' sequences is planned first: their tokens may need more blocks than
-    are free, or more than one has a prompt to compute. In most steps it does not, and they need not be sorted."""
+def _is_scarce(left: list[int], num_free: int, config: SchedulerConfig) -> bool:
+    """Whether it matters which sequence is planned first: their tokens may need more blocks than are free, more than
+    one has a prompt to compute, or they are too many. In most steps it does not, and they need not be sorted."""
     num_prompts = len(left) - left.count(0) - left.count(1)
-    return num_prompts > 1 or len(left) + num_blocks_for(sum(left), block_size) > num_free
+    num_wanted = len(left) + num_blocks_for(sum(left), config.block_size)
+    return num_prompts > 1 or num_wanted > num_free or len(left) > config.max_num_seqs
 
 
-def _make_room(running: list[Sequence], beneficiary: int, num_new: int, pool: BlockPool) -> BlockPool:
+def _no_more_than(num_rows: int, left: list[int]) -> list[int]:
+    """The others sit the step out: more sequences run than may, since the configuration has changed."""
+    if len(left) - left.count(0) <= num_rows:
+        return left
+    planned = [index for index, num_left in enumerate(left) if num_left > 0][:num_rows]
+    return [num_left if index in planned else 0 for index, num_left in enumerate(left)]
+
+
+def _make_room(running: list[Sequence], beneficiary: int, num_new: int, pool: BlockPool, order: Order) -> BlockPool:
     """Preempt the lowest ranks until the blocks are there or on their way.
 
     The blocks of a victim that is in no plan in flight are free at once. Else the beneficiary sits this step out, and
     gets them when the steps in flight that read them are done.
     """
     while pool.num_free + num_blocks_coming(running, pool) < num_new:
-        index = victim_index(running, beneficiary)
+        index = victim_index(running, beneficiary, excess_blocks(running, order))
         if index is None:
             break
-        victim = running[index]
-        victim = victim._replace(phase=next_phase(victim.phase, Cause.PREEMPT))
+        victim = yields(running[index], "memory")
         if victim.num_in_flight == 0:
             pool, victim = give(pool, victim.blocks, victim.block_hashes), victim._replace(blocks=())
         running[index] = victim
@@ -138,14 +157,15 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
         blocks,
         names,
         finish,
-        num_served,
+        stay,
     ) = sequence
     end = start + length
     samples = end == num_expected
     if samples:
         batch.service[request.tenant] += SAMPLE_COST
     if start < request.prompt_len:
-        batch.service[request.tenant] += PROMPT_COST * max(0, min(end, request.prompt_len) - max(start, num_served))
+        num_new = min(end, request.prompt_len) - max(start, stay.num_served)
+        batch.service[request.tenant] += PROMPT_COST * max(0, num_new)
     row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples, True))
     (batch.decodes if length == 1 else batch.chunks).append(row)
     if end % block_size < length:
@@ -164,7 +184,7 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int) -
         blocks,
         names,
         finish,
-        num_served,
+        stay,
     )
     return tuple.__new__(Sequence, advanced)
 
@@ -181,9 +201,10 @@ def _admit(state: State, batch: _Batch) -> State:
     if slots <= 0 or budget <= 0 or not state.waiting.places:
         return state
     pool, waiting, running = state.pool, state.waiting, list(state.running)
-    num_promised = num_blocks_promised(running, config.block_size)
+    order = order_of(state, batch.service)
+    num_promised = num_blocks_promised(running, order)
     num_passed_over = 0
-    for sequence in lines.in_rank_order(state.waiting, Order(state.tenants, batch.service).rank):
+    for sequence in lines.in_rank_order(state.waiting, order.in_line):
         if slots == 0 or budget == 0 or num_passed_over == MAX_PASSED_OVER:
             break
         limit = max_prefix_blocks(sequence.num_tokens, config.block_size)
@@ -194,15 +215,17 @@ def _admit(state: State, batch: _Batch) -> State:
             continue
         remaining = sequence.num_tokens - len(prefix) * config.block_size
         length = min(remaining, budget)
-        if length < remaining and not config.enable_chunked_prefill:
+        # One that no step holds whole, since the configuration has changed, goes in chunks all the same.
+        if length < remaining <= config.max_num_batched_tokens and not config.enable_chunked_prefill:
             break
         num_idle = sum([block_id in pool.idle_tickets for block_id in prefix])
-        num_needed = num_blocks_to_admit(sequence, config.block_size) - len(prefix)
+        num_needed = num_blocks_to_admit(sequence, order) - len(prefix)
         if num_needed > pool.num_free - num_idle - num_promised:
             break
-        pool, admitted = _start(pool, sequence, prefix, length, config.block_size)
-        num_promised += num_blocks_for(sequence.num_tokens, config.block_size) - len(admitted.blocks)
-        insort(running, _plan_row(batch, admitted, length, config.block_size), key=lambda s: s.rank)
+        pool, admitted = _start(pool, come_to_run(sequence, order), prefix, length, config.block_size)
+        admitted = _plan_row(batch, admitted, length, config.block_size)
+        num_promised += num_blocks_promised((admitted,), order)
+        insort(running, admitted, key=lambda s: s.rank)
         waiting = lines.remove(waiting, sequence)
         slots, budget = slots - 1, budget - length
     return replace(state, pool=pool, waiting=waiting, running=tuple(running))

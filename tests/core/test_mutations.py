@@ -54,16 +54,18 @@ def take_the_same_block_twice(take):
 
 
 def wrong_victim(victim_index):
-    return lambda running, beneficiary: next((i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None)
+    return lambda running, beneficiary, excess: next(
+        (i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None
+    )
 
 
 def victim_is_always_the_beneficiary(victim_index):
-    return lambda running, beneficiary: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
+    return lambda running, beneficiary, excess: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
 
 
 def free_a_victim_in_flight_at_once(make_room):
-    def mutant(running, beneficiary, num_new, pool):
-        pool = make_room(running, beneficiary, num_new, pool)
+    def mutant(running, beneficiary, num_new, pool, order):
+        pool = make_room(running, beneficiary, num_new, pool, order)
         for i, sequence in enumerate(running):
             if sequence.phase is Phase.YIELDING and sequence.blocks:
                 pool = planning.give(pool, sequence.blocks, sequence.block_hashes)
@@ -74,7 +76,7 @@ def free_a_victim_in_flight_at_once(make_room):
 
 
 def admit_without_headroom(num_blocks_to_admit):
-    return lambda sequence, block_size: num_blocks_for(sequence.num_tokens, block_size)
+    return lambda sequence, order: num_blocks_for(sequence.num_tokens, order.config.block_size)
 
 
 def reuse_the_last_token(max_prefix_blocks):
@@ -120,7 +122,7 @@ def lose_the_preempted(park):
 
 
 def stale_length_after_preemption(back_in_line):
-    return lambda sequence: back_in_line(sequence)._replace(num_tokens=sequence.request.prompt_len)
+    return lambda sequence, now_us: back_in_line(sequence, now_us)._replace(num_tokens=sequence.request.prompt_len)
 
 
 def last_in_line_after_preemption(park):
