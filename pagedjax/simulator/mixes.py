@@ -57,7 +57,7 @@ EVERYDAY = Mix(
 )
 
 # The calls' common prompt takes 62 ms to compute, a job's 45 ms, and there is memory for two jobs or a call and a half.
-# So a call drives out the jobs' blocks, and jobs that come back drive out the prompt. At a slice of 50 ms, not more than
+# So a call drives out the jobs' blocks, and jobs that come back drive out the prompt. At a slice of 50 ms, no more than
 # it takes to begin again, that happens so often that the device falls behind; at 150 ms calls come in groups.
 CROWDED = Mix(
     about="thirteen calls a second with one long system prompt and an answer of one token, over jobs of 1,300 tokens "
