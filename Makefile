@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint types notebooks bench clean
+.PHONY: help serve chat test lint types native notebooks bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV   ?= .venv
@@ -16,7 +16,12 @@ ARGS   ?=
 BIN  := $(VENV)/bin
 BASE := $(VENV)/.installed
 DEV  := $(VENV)/.installed-dev
-PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+# The environment for packages that are built apart takes the same versions, by whichever variable this pip reads.
+APART := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
+PIP  := $(APART) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+# An installation compiles the native kernels, so it is made anew when their sources change.
+INSTALLED := pyproject.toml constraints.txt setup.py $(wildcard pallas_kernels/native/*.cc pallas_kernels/native/*.h) \
+	pallas_kernels/native/build.py
 SAY  := @printf '\033[1m==> %s\033[0m\n'
 
 help: ## this list
@@ -44,6 +49,10 @@ types: $(DEV) ## check the types of core, engine and serving
 	$(SAY) 'Checking types'
 	@$(BIN)/mypy
 
+native: $(BASE) ## compile the native kernels again, and say what fails
+	$(SAY) 'Compiling the native kernels'
+	@$(BIN)/python -m pallas_kernels.native
+
 notebooks: $(DEV) ## run every notebook from top to bottom
 	$(SAY) 'Running the notebooks'
 	@$(BIN)/jupyter-execute notebooks/*.ipynb
@@ -52,18 +61,18 @@ bench: $(DEV) ## measure (ARGS="serve --request-rate 2"; default: throughput of 
 	@$(BIN)/pagedjax bench $(or $(ARGS),throughput --model $(MODEL))
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist ./*.egg-info pallas_kernels/native/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- the environment ------------------------------------------------------------------------------------------------
 # A stamp file says which inputs an installation has seen, so that nothing is installed twice.
 
-$(BASE): $(VENV)/.created pyproject.toml constraints.txt
+$(BASE): $(VENV)/.created $(INSTALLED)
 	$(SAY) 'Installing pagedjax and what it needs into $(VENV) (about 1 GB, once)'
 	@$(PIP) -e .
 	@touch $@
 
-$(DEV): $(VENV)/.created pyproject.toml constraints.txt
+$(DEV): $(VENV)/.created $(INSTALLED)
 	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 1.3 GB, once)'
 	@$(PIP) -e '.[dev]'
 	@touch $(BASE) $@

@@ -74,6 +74,17 @@ def _backends() -> Iterator[str]:
         choice = dispatch.choose(op, platform=jax.default_backend(), shape=MODELS["smollm2-135m"], dtype="bfloat16")
         yield f"{op}: {choice.backend.name}"
         yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
+    yield f"native kernels: {_native()}"
+
+
+def _native() -> str:
+    from pallas_kernels import native
+
+    try:
+        library = native.load()
+    except (native.NativeUnavailable, ValueError) as reason:
+        return f"none: {reason}"
+    return f"{library.level}, {library.num_threads} threads"
 
 
 def _models() -> Iterator[str]:

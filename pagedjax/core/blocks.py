@@ -14,7 +14,7 @@ from typing import NamedTuple
 from immutables import Map
 
 from pagedjax.core.errors import SchedulerError
-from pagedjax.core.table import Table, table_of
+from pagedjax.core.table import Table, pop_first, table_of
 
 
 class BlockPool(NamedTuple):
@@ -125,30 +125,24 @@ def _take_clean(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int,
     counts, clean = pool.counts.mutate(), pool.clean.mutate()
     top = len(clean) - 1
     taken = tuple([clean.pop(index) for index in range(top, top - num_blocks, -1)])
-    for block_id in taken:
-        counts[block_id] = 1
+    counts.set_all(taken, 1)
     return pool._replace(counts=counts.finish(), clean=clean.finish()), taken
 
 
 def _evict(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]]:
     """Hold the `num_blocks` least recently used idle blocks, and take them out of the prefix cache."""
-    counts, idle, tickets = pool.counts.mutate(), pool.idle.mutate(), pool.idle_tickets.mutate()
-    cached, ticket = pool.cached.mutate(), pool.idle_head
-    taken: list[int] = []
-    while len(taken) < num_blocks:
-        entry = idle.discard(ticket)
-        ticket += 1
-        if entry is not None:
-            block_id, name = entry
-            tickets.discard(block_id)
-            del cached[name]
-            counts[block_id] = 1
-            taken.append(block_id)
+    idle, evicted, idle_head = pop_first(pool.idle, pool.idle_head, num_blocks)
+    taken = [block_id for block_id, _ in evicted]
+    counts, tickets, cached = pool.counts.mutate(), pool.idle_tickets.mutate(), pool.cached.mutate()
+    counts.set_all(taken, 1)
+    tickets.discard_all(taken)
+    for _, name in evicted:
+        del cached[name]
     pool = pool._replace(
         counts=counts.finish(),
-        idle=idle.finish(),
+        idle=idle,
         idle_tickets=tickets.finish(),
-        idle_head=ticket,
+        idle_head=idle_head,
         cached=cached.finish(),
     )
     return pool, tuple(taken)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pagedjax.core.table import PAGE_SIZE, Table, table_of
+from pagedjax.core.table import PAGE_SIZE, Table, pop_first, table_of
 
 
 def test_a_table_agrees_with_a_dictionary_whatever_happens():
@@ -51,3 +51,30 @@ def test_what_is_not_there_cannot_be_taken_out():
     with pytest.raises(KeyError):
         table[100]
     assert table.get(100) is None
+    with pytest.raises(KeyError):
+        pop_first(table, 0, 4)
+
+
+def test_the_first_values_leave_in_order_across_holes_and_pages():
+    rng = random.Random(1)
+    for _ in range(100):
+        keys = sorted(rng.sample(range(6 * PAGE_SIZE), rng.randint(1, 90)))
+        mutation = Table[int]().mutate()
+        for key in keys:
+            mutation[key] = key + 1
+        start, taken = rng.randint(0, keys[0]), rng.randint(0, len(keys))
+        table, values, next_start = pop_first(mutation.finish(), start, taken)
+        assert values == [key + 1 for key in keys[:taken]]
+        assert dict(table) == {key: key + 1 for key in keys[taken:]}
+        assert all(key >= next_start for key in table)
+
+
+def test_many_keys_change_as_one_by_one():
+    rng, table = random.Random(2), table_of(range(3 * PAGE_SIZE))
+    set_keys, discarded = (rng.choices(range(5 * PAGE_SIZE), k=40) for _ in range(2))
+    mutation = table.mutate()
+    mutation.set_all(set_keys, -1)
+    mutation.discard_all(discarded)
+    model = dict(table) | dict.fromkeys(set_keys, -1)
+    assert dict(mutation.finish()) == {key: value for key, value in model.items() if key not in discarded}
+    assert len(mutation) == len(mutation.finish())

@@ -1,0 +1,149 @@
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pagedjax {
+namespace {
+
+// The gap between two kernels of a step is below this, the gap between two steps of a lone stream about so.
+constexpr std::chrono::microseconds kSpinTime(150);
+constexpr size_t kCacheLine = 64;
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins until `done()`, looking at the clock now and then. False once kSpinTime is over.
+template <class Done>
+bool spin_until(const Done& done) {
+  auto start = std::chrono::steady_clock::now();
+  for (int turn = 1;; ++turn) {
+    if (done()) return true;
+    relax();
+    if (turn % 64 == 0 && std::chrono::steady_clock::now() - start > kSpinTime) return false;
+  }
+}
+
+class Pool {
+ public:
+  explicit Pool(int num_threads) : num_threads_(num_threads) {
+    for (int i = 1; i < num_threads; ++i) {
+      try {
+        std::thread([this] { work(); }).detach();
+      } catch (const std::system_error&) {  // no more threads to be had: the others do the work
+        break;
+      }
+    }
+  }
+
+  int num_threads() const { return num_threads_; }
+
+  void run(int64_t num_items, void (*fn)(void*, int64_t), void* context) {
+    std::unique_lock<std::mutex> region(in_region_, std::try_to_lock);
+    if (num_items <= 1 || num_threads_ <= 1 || !region.owns_lock()) {
+      for (int64_t i = 0; i < num_items; ++i) fn(context, i);
+      return;
+    }
+    fn_ = fn, context_ = context, num_items_ = num_items;
+    unfinished_.store(num_items, std::memory_order_relaxed);
+    unclaimed_.store(num_items, std::memory_order_release);
+    wake();
+    take_part();
+    while (!spin_until([this] { return unfinished_.load(std::memory_order_acquire) == 0; })) std::this_thread::yield();
+  }
+
+ private:
+  // Counts down, so that one atomic number says both whether an item is left and which: a latecomer of an earlier
+  // region either gets a valid item of this one, whose fields it then sees, or a number that is not positive.
+  void take_part() {
+    for (;;) {
+      int64_t left = unclaimed_.fetch_sub(1, std::memory_order_acq_rel);
+      if (left <= 0) return;
+      fn_(context_, num_items_ - left);
+      unfinished_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void wake() {
+    num_regions_.fetch_add(1);
+    if (num_sleeping_.load() == 0) return;
+    std::lock_guard<std::mutex> lock(sleep_);
+    is_awake_.notify_all();
+  }
+
+  void work() {
+    uint32_t seen = 0;
+    for (;;) {
+      if (!spin_until([&] { return num_regions_.load() != seen; })) {
+        std::unique_lock<std::mutex> lock(sleep_);
+        num_sleeping_.fetch_add(1);  // before looking again: `wake` counts first, then looks for sleepers
+        is_awake_.wait(lock, [&] { return num_regions_.load() != seen; });
+        num_sleeping_.fetch_sub(1);
+      }
+      seen = num_regions_.load();
+      take_part();
+    }
+  }
+
+  const int num_threads_;
+  std::mutex in_region_;
+  void (*fn_)(void*, int64_t) = nullptr;
+  void* context_ = nullptr;
+  int64_t num_items_ = 0;
+  alignas(kCacheLine) std::atomic<int64_t> unclaimed_{0};
+  alignas(kCacheLine) std::atomic<int64_t> unfinished_{0};
+  alignas(kCacheLine) std::atomic<uint32_t> num_regions_{0};
+  std::atomic<int> num_sleeping_{0};
+  std::mutex sleep_;
+  std::condition_variable is_awake_;
+};
+
+std::atomic<int> wanted_threads{1};
+
+// Never destroyed: its threads may still spin when the process runs its destructors.
+Pool& pool() {
+  static Pool* shared = new Pool(wanted_threads.load());
+  return *shared;
+}
+
+struct Scratch {
+  void* data = nullptr;
+  size_t num_bytes = 0;
+  ~Scratch() { std::free(data); }
+};
+
+}  // namespace
+
+void set_num_threads(int num_threads) { wanted_threads.store(num_threads < 1 ? 1 : num_threads); }
+
+int num_threads() { return pool().num_threads(); }
+
+void run_region(int64_t num_items, void (*fn)(void*, int64_t), void* context) { pool().run(num_items, fn, context); }
+
+void* scratch(size_t num_bytes) {
+  static thread_local Scratch mine;
+  if (num_bytes > mine.num_bytes) {
+    std::free(mine.data);
+    mine.num_bytes = (num_bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+    mine.data = std::aligned_alloc(kCacheLine, mine.num_bytes);
+    if (mine.data == nullptr) throw std::bad_alloc();
+  }
+  return mine.data;
+}
+
+}  // namespace pagedjax
