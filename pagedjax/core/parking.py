@@ -65,7 +65,7 @@ def unpark(pool: BlockPool, tiers: Tiers, sequence: Sequence, block_size: int) -
     parked = tiers.parked.get(sequence.sequence_id)
     if parked is None:
         return pool, tiers
-    pool = forget(pool, _private(parked.names))
+    pool = forget(pool, private(parked.names))
     tiers = _give_up_copies(tiers, parked)
     num_full = parked.num_computed // block_size
     tiers = forget_copies(tiers, parked.names[num_full:])  # the block behind the last full one will be written
@@ -81,11 +81,11 @@ def let_go(
     parked = tiers.parked.get(sequence.sequence_id)
     if parked is not None:
         tiers, effects = _cancel_fetch(tiers, sequence.sequence_id, parked)
-        pool = forget(pool, _private(parked.names))
-        tiers = forget_copies(_give_up_copies(tiers, parked), _private(parked.names))
+        pool = forget(pool, private(parked.names))
+        tiers = forget_copies(_give_up_copies(tiers, parked), private(parked.names))
         tiers = tiers._replace(parked=tiers.parked.delete(sequence.sequence_id))
     elif not sequence.block_hashes and not tiers.are_absent:
-        tiers = forget_copies(tiers, _private(names_of(sequence, block_size)))
+        tiers = forget_copies(tiers, private(names_of(sequence, block_size)))
     return pool, tiers, effects
 
 
@@ -105,16 +105,16 @@ def names_of(sequence: Sequence, block_size: int) -> tuple[bytes, ...]:
     return names
 
 
+def private(names: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Those that are no hashes, which have 32 bytes. (Sequence ids are far below 10^20.)"""
+    return tuple([name for name in names if len(name) < 32])
+
+
 def phase_of(tiers: Tiers, sequence_id: int) -> Phase:
     """Where a parked sequence is, by its copies."""
     if not tiers.parked[sequence_id].copies:
         return Phase.WAITING
     return Phase.SWAPPING_OUT if is_being_written(tiers, sequence_id) else Phase.SWAPPED
-
-
-def _private(names: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Those that are no hashes, which have 32 bytes. (Sequence ids are far below 10^20.)"""
-    return tuple([name for name in names if len(name) < 32])
 
 
 def _pays_to_swap(

@@ -177,9 +177,7 @@ def is_being_written(tiers: Tiers, sequence_id: int) -> bool:
     return any(not t.is_fetch and sequence_id in t.sequence_ids for t in tiers.transfers.values())
 
 
-def _by_tier(
-    copies: Iterable[Copy], names: Iterable[bytes]
-) -> list[tuple[Tier, tuple[int, ...], tuple[bytes, ...]]]:
+def _by_tier(copies: Iterable[Copy], names: Iterable[bytes]) -> list[tuple[Tier, tuple[int, ...], tuple[bytes, ...]]]:
     """The copies of each tier that has any, and their names (none where `names` is empty)."""
     copies, names = tuple(copies), tuple(names)
     found = []
