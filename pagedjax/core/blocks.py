@@ -142,7 +142,8 @@ def _evict(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]
         counts=counts.finish(),
         idle=idle,
         idle_tickets=tickets.finish(),
-        idle_head=idle_head,
+        # Emptied to its last page, the queue goes on at its tail, which lies within that page.
+        idle_head=min(idle_head, pool.idle_tail),
         cached=cached.finish(),
     )
     return pool, tuple(taken)

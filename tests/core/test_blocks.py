@@ -85,6 +85,14 @@ def test_holes_in_the_idle_queue_are_skipped():
     assert pool.num_free == 1
 
 
+def test_a_block_that_becomes_idle_after_all_others_were_evicted_can_be_evicted():
+    pool, blocks = take(cached_pool(3, 3), 3)
+    pool = give(register(pool, zip(NAMES, blocks)), blocks, NAMES[:3])
+    assert pool.idle_head <= min(pool.idle)
+    pool, again = take(pool, 3)
+    assert again == blocks[::-1]
+
+
 def test_the_old_pool_is_unchanged():
     pool = make_pool(4)
     take(pool, 4)
