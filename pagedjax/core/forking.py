@@ -8,7 +8,7 @@ hold floor(P / B) + n * (ceil((P + O) / B) - floor(P / B)) blocks of B tokens at
 from dataclasses import replace
 
 from pagedjax.core.blocks import BlockPool, give, share
-from pagedjax.core.config import num_blocks_for
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.leaving import drain
 from pagedjax.core.plan import Fork, Row, RowResult, StepPlan
@@ -25,7 +25,7 @@ def add_children(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -
         for fork in result.children:
             if fork.sequence_id in running or fork.sequence_id in state.waiting.places:
                 raise SchedulerError(f"sequence {fork.sequence_id} is here already")
-            child = running[fork.sequence_id] = _child(running[row.sequence_id], row, fork, state.config.block_size)
+            child = running[fork.sequence_id] = _child(running[row.sequence_id], row, fork, state.config)
             pool = share(pool, child.blocks)
             if child.num_computed % state.config.block_size:
                 shared_tails |= {child.blocks[-1]}
@@ -86,16 +86,17 @@ def start_of_fork(parent: Sequence, block_size: int) -> Start:
     return Start(blocks, prompt_len - 1, writes=False, shared_tail=shared_tail)
 
 
-def _child(parent: Sequence, row: Row, fork: Fork, block_size: int) -> Sequence:
+def _child(parent: Sequence, row: Row, fork: Fork, config: SchedulerConfig) -> Sequence:
     if parent.phase is Phase.ABORTING or parent.num_in_flight or not row.samples:
         raise SchedulerError(f"sequence {parent.sequence_id} cannot fork: it has ended, or this row is not its last")
     num_tokens = row.start + row.length + 1
     request = parent.request._replace(sequence_id=fork.sequence_id, fork_of=None)
     if num_tokens - request.prompt_len >= request.max_tokens:
         raise SchedulerError(f"sequence {fork.sequence_id} has all its tokens when it is forked")
-    names = parent.block_hashes[: (num_tokens - 1) // block_size] + fork.block_hashes
-    if parent.block_hashes and len(names) != num_tokens // block_size:
-        raise SchedulerError(f"sequence {fork.sequence_id} has {num_tokens // block_size} full blocks: {fork}")
+    names = parent.block_hashes[: (num_tokens - 1) // config.block_size]
+    names += fork.block_hashes if config.enable_prefix_caching else ()
+    if names and len(names) != num_tokens // config.block_size:
+        raise SchedulerError(f"sequence {fork.sequence_id} has {num_tokens // config.block_size} full blocks: {fork}")
     return parent._replace(
         request=request,
         phase=Phase.YIELDING if parent.phase is Phase.YIELDING else Phase.RUNNING,

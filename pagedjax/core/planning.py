@@ -259,7 +259,7 @@ def _start(
     pool, taken = take(pool, num_blocks_for(start.num_there + length, block_size) - len(start.blocks))
     sequence = sequence._replace(
         phase=next_phase(sequence.phase, Cause.ADMIT),
-        num_computed=start.num_there,
+        num_computed=start.num_there if start.writes else sequence.num_tokens,
         num_planned=start.num_there,
         num_cached=start.num_there,
         blocks=start.blocks + taken,
