@@ -73,17 +73,23 @@ def awaits_parent(state: State, sequence: Sequence, parent: Sequence | None, row
     if parent is None:
         fork_of = sequence.request.fork_of
         return fork_of in state.waiting.places and fork_of not in state.tiers.parked
-    if parent.num_planned == sequence.num_tokens:
-        return any(row.sequence_id == parent.sequence_id for row in rows)
-    return parent.num_planned < sequence.num_tokens
+    for row in rows:
+        if row.sequence_id == parent.sequence_id:
+            return row.start < sequence.num_tokens
+    return parent.num_planned < sequence.num_tokens or parent.sequence_id in state.tiers.landing
 
 
 def start_of_fork(parent: Sequence, block_size: int) -> Start:
-    """All of the prompt is there; the last token is only run again, for its logits, and writes nothing."""
-    prompt_len = parent.request.prompt_len
-    blocks = parent.blocks[: num_blocks_for(prompt_len, block_size)]
-    shared_tail = frozenset(blocks[-1:]) if prompt_len % block_size else frozenset()
-    return Start(blocks, prompt_len - 1, writes=False, shared_tail=shared_tail)
+    """All of the prompt is there; the last token is only run again, for its logits, and writes nothing.
+
+    A tail that the parent has filled up is its own, though: the prefix cache may give it to others.
+    """
+    num_full, num_more = divmod(parent.request.prompt_len, block_size)
+    if num_more and parent.num_planned >= (num_full + 1) * block_size:
+        return Start(parent.blocks[:num_full], num_full * block_size)
+    blocks = parent.blocks[: num_full + bool(num_more)]
+    shared_tail = frozenset(blocks[-1:] if num_more else ())
+    return Start(blocks, parent.request.prompt_len - 1, writes=False, shared_tail=shared_tail)
 
 
 def _child(parent: Sequence, row: Row, fork: Fork, config: SchedulerConfig) -> Sequence:

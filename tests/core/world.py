@@ -387,12 +387,14 @@ def fingerprints(tokens: list[int]) -> list[int]:
     return prints
 
 
-def random_world(seed: int, num_events: int = 300, **limits: int) -> World:
+def random_world(seed: int, num_events: int = 300, **limits: int | str) -> World:
     """A small world, often short of everything, after that many random events and then run until it is empty."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])
+    tiers = rng.choice([(0, 0), (3, 0), (12, 0), (4, 6), (0, 10)])
     world = World(
         stop_every=rng.choice([0, 5]),
+        fork_every=rng.choice([0, 3]),
         **{
             "block_size": block_size,
             "num_blocks": rng.randint(5, 24),
@@ -402,6 +404,10 @@ def random_world(seed: int, num_events: int = 300, **limits: int) -> World:
             "async_scheduling": rng.random() < 0.7,
             "enable_prefix_caching": rng.random() < 0.8,
             "max_queued_requests": rng.choice([3, 100]),
+            "num_host_blocks": tiers[0],
+            "num_disk_blocks": tiers[1],
+            "preemption_method": rng.choice(["auto", "swap", "swap", "recompute"]),
+            "swap_us_per_block": rng.choice([0, 100, 400]),
             **limits,
         },
     )
@@ -414,12 +420,22 @@ def random_world(seed: int, num_events: int = 300, **limits: int) -> World:
 
 def random_event(world: World, rng: random.Random) -> None:
     choice = rng.random()
-    if choice < 0.2:
+    if choice < 0.15:
         prompt = [7] * rng.randint(0, 8) + [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
-        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1))
-    elif choice < 0.25 and world.tokens:
+        named, beam = rng.random() < 0.8, rng.random() < 0.2
+        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1), named=named, beam=beam)
+    elif choice < 0.18 and world.tokens:
+        parent = rng.randrange(len(world.tokens))
+        for _ in range(rng.randint(1, 3)):
+            world.arrive_as_fork(parent)
+    elif choice < 0.23 and world.tokens:
         world.abort(rng.randrange(len(world.tokens)))
-    elif choice < 0.65:
+    elif choice < 0.55:
         world.due()
+    elif choice < 0.57 and world.state.in_flight:
+        rows = world.state.in_flight[0].rows
+        world.fail(*rng.sample([row.sequence_id for row in rows], rng.randint(0, min(2, len(rows)))))
+    elif choice < 0.7 and world.state.tiers.transfers:
+        world.transfer(rng.choice(sorted(world.state.tiers.transfers)), ok=rng.random() < 0.85)
     elif world.state.in_flight:
         world.done()
