@@ -337,7 +337,7 @@ class World:
         if not request.needs_confirmation or not self.fork_every or token % self.fork_every or num_left < 2:
             return ()
         forks, num_named = [], (row.start + row.length) // self.state.config.block_size
-        for step in range(1, 1 + token % 3):
+        for step in range(1, 2 + token % 2):
             sequence_id = len(self.tokens)
             tokens = [*self.tokens[row.sequence_id][: row.start + row.length], token + 100 * step]
             self.tokens[sequence_id], self.on_device[sequence_id] = tokens, list(tokens)
