@@ -4,10 +4,11 @@
 
 The limits: a decode step (StepDue and StepDone together) within 1 ms at 256 running, 10,000 waiting and 100,000 blocks;
 arrival and finish within 50 us + 1.5 us a block; planning a prefill within 1 ms + 2 us a new block; all of it flat in
-the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of
-its rows. Times are CPU times of the thread over single calls: best, median and 99th percentile. The garbage collector
-runs, after what the set-up made was frozen, as a server does once it has started. A *warm* pool has no clean block: all
-that is free is idle and cached, so every block taken is an eviction.
+the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of its rows. With
+*tenants*, running and waiting requests belong to that many in turn. Times are CPU times of the thread over single
+calls: best, median and 99th percentile. The garbage collector runs, after what the set-up made was frozen, as a server
+does once it has started. A *warm* pool has no clean block: all that is free is idle and cached, so every block taken is
+an eviction.
 """
 
 import argparse
@@ -64,8 +65,9 @@ def main() -> None:
 
 def decode_steps(num_steps: int) -> Iterator[Figure]:
     """Planning a step of 256 decodes and finishing the one before it: one more is in flight all the time."""
-    for num_waiting, warm in ((0, False), (NUM_WAITING, False), (100_000, False), (NUM_WAITING, True)):
-        state = with_waiting(busy(NUM_RUNNING, warm=warm), num_waiting)
+    cases = [(0, False, 1), (NUM_WAITING, False, 1), (100_000, False, 1), (NUM_WAITING, True, 1)]
+    for num_waiting, warm, num_tenants in [*cases, (NUM_WAITING, False, 8)]:
+        state = with_waiting(busy(NUM_RUNNING, warm=warm, num_tenants=num_tenants), num_waiting, num_tenants)
         state, _ = update(state, StepDue(0))
         freeze()
         due, done = [], []
@@ -74,7 +76,7 @@ def decode_steps(num_steps: int) -> Iterator[Figure]:
             done_us, state = timed(state, step_done(state))
             due.append(due_us)
             done.append(done_us)
-        setting = {"num_waiting": num_waiting, "warm": warm}
+        setting = {"num_waiting": num_waiting, "warm": warm, "tenants": num_tenants}
         yield figure_of("decode step", [a + b for a, b in zip(due, done)], 1000, setting)
         yield figure_of("decode step, StepDue", due, None, setting)
         yield figure_of("decode step, StepDone", done, None, setting)
@@ -114,7 +116,7 @@ def prefills() -> Iterator[Figure]:
         yield figure_of("prefix hit, StepDue", repeated(state, StepDue(0)), None, {"cached_blocks": num_blocks})
 
 
-def busy(num_running: int, *, warm: bool = False) -> State:
+def busy(num_running: int, *, warm: bool = False, num_tenants: int = 1) -> State:
     """A state with that many sequences decoding at staggered lengths, and nothing in flight."""
     state = init(
         SchedulerConfig(
@@ -135,13 +137,15 @@ def busy(num_running: int, *, warm: bool = False) -> State:
     for sequence_id in range(num_running):
         prompt_len = lengths.randint(1, 2000)
         names = tuple(name(sequence_id, i) for i in range(prompt_len // BLOCK_SIZE))
-        state, _ = update(state, Arrived(Request(sequence_id, prompt_len, 4000), names, 0))
+        request = Request(sequence_id, prompt_len, 4000, tenant=f"tenant {sequence_id % num_tenants}")
+        state, _ = update(state, Arrived(request, names, 0))
     return stepped(state)
 
 
-def with_waiting(state: State, num_waiting: int) -> State:
-    for i in range(num_waiting):
-        state, _ = update(state, Arrived(Request(NUM_RUNNING + i, BLOCK_SIZE, 100), (name(NUM_RUNNING + i, 0),), 0))
+def with_waiting(state: State, num_waiting: int, num_tenants: int = 1) -> State:
+    for sequence_id in range(NUM_RUNNING, NUM_RUNNING + num_waiting):
+        request = Request(sequence_id, BLOCK_SIZE, 100, tenant=f"tenant {sequence_id % num_tenants}")
+        state, _ = update(state, Arrived(request, (name(sequence_id, 0),), 0))
     return state
 
 

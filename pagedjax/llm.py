@@ -94,8 +94,7 @@ class LLM:
 
     def _run(self, requests: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         outputs = {request.request_id: empty_output(request) for request in requests}
-        for request in requests:
-            self.engine.check(request)
+        self.engine.check(requests)
         with _interrupts_held() as let_interrupt:
             try:
                 for request in requests:

@@ -2,12 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,26 +13,23 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive
 
 from pagedjax.core.errors import RequestError
-from pagedjax.core.request import SamplingParams
 from serving import dashboard, errors
 from serving.edge import Edge, read_body
 from serving.errors import json_response
 from serving.generation import ActiveRequests, Generation
-from serving.interfaces import Engine, Stream
+from serving.interfaces import Engine
 from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head
-from serving.schemas import ChatCall, ModelFacts, Prompt, parse_chat, parse_completion
+from serving.reading import Call, Read, read_chat, read_completion
+from serving.workers import Workers
+
+if TYPE_CHECKING:
+    from pagedjax.engine.submission import Submission
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 60.0
-# Tokenizing this many characters takes about a millisecond; more is done beside the event loop.
-MAX_INLINE_CHARS = 4_000
-MESSAGE_CHARS = 32
-
-T = TypeVar("T")
 
 
 def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
@@ -62,7 +57,7 @@ class Service:
         self.starting: asyncio.Task[None] | None = None
         self._draining = False
         self._arriving: set[asyncio.Timeout] = set()
-        self._texts = ThreadPoolExecutor(2, "texts")
+        self.workers = Workers()
 
     def start(self) -> None:
         """Begin to start the engine; until it has, requests get 503 and /ready says no, but /health answers."""
@@ -75,7 +70,7 @@ class Service:
             await self.engine.stop()
         elif not self.starting.done():
             self.starting.cancel()
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        self.workers.stop()
 
     def is_loading(self) -> bool:
         return self.starting is not None and not self.starting.done()
@@ -100,16 +95,20 @@ class Service:
         if self.is_loading():
             raise RequestError("the model is still loading", code="not_ready")
 
-    def model_facts(self) -> ModelFacts:
-        engine = self.engine
-        return ModelFacts(engine.model_name, engine.tokenizer.vocab_size, engine.max_model_len)
+    async def read(self, request: Request, response_id: str, read: Read[Call]) -> tuple[Call, list["Submission"]]:
+        """The request's call, and what to submit for it. Raises RequestError."""
+        self.check_open()
+        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise RequestError("requests from pages of other origins are refused", code="cross_origin")
+        body = await self._body(request)
+        return await self.workers.read(len(body), lambda: read(self.engine, body, response_id))
 
-    async def read_body(self, receive: Receive) -> bytes:
+    async def _body(self, request: Request) -> bytes:
         """The whole body. Raises RequestError request_timeout, and draining when a drain begins first."""
         limit = asyncio.timeout(BODY_TIMEOUT_S)
         self._arriving.add(limit)
         try:
-            return await read_body(receive, limit)
+            return await read_body(request.receive, limit)
         except TimeoutError:
             self.check_open()
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
@@ -117,88 +116,30 @@ class Service:
         finally:
             self._arriving.discard(limit)
 
-    async def work_on_text(self, num_chars: int, work: Callable[[], T]) -> T:
-        """`work`, off the event loop when the text is long."""
-        if num_chars <= MAX_INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
-
-    def submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, request_id: str, priority: int
-    ) -> list[Stream]:
-        """One stream a prompt; all of them, or RequestError and none."""
-        streams: list[Stream] = []
-        try:
-            for i, prompt in enumerate(prompts):
-                name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-                streams.append(self.engine.submit(prompt, params, request_id=name, priority=priority))
-        except BaseException:
-            for stream in streams:
-                stream.abort()
-            raise
-        return streams
-
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
 
 async def completions(request: Request) -> Generation:
-    service = _service(request)
-    call = parse_completion(await _json(request), service.model_facts())
-    prompts = await service.work_on_text(_num_chars(call.prompts), lambda: _encode(service, call.prompts))
-    head = _head(request, "cmpl")
-    streams = service.submit(prompts, call.params, request_id=head.id, priority=call.priority)
-    return Generation(streams, call, CompletionRendering(head, call, service.engine.tokenizer), service.active)
+    service, head = _service(request), _head(request, "cmpl")
+    call, submissions = await service.read(request, head.id, read_completion)
+    streams = service.engine.submit_all(submissions)
+    rendering = CompletionRendering(head, call, service.engine.tokenizer)
+    return Generation(streams, call, rendering, service.active, service.workers)
 
 
 async def chat_completions(request: Request) -> Generation:
-    service = _service(request)
-    call = parse_chat(await _json(request), service.model_facts())
-    num_chars = sum(MESSAGE_CHARS + len(message["content"]) for message in call.messages)
-    prompt = await service.work_on_text(num_chars, lambda: _encode_chat(service, call))
-    head = _head(request, "chatcmpl")
-    streams = service.submit([prompt], call.params, request_id=head.id, priority=call.priority)
-    return Generation(streams, call, ChatRendering(head, call, service.engine.tokenizer), service.active)
-
-
-def _encode(service: Service, prompts: Sequence[Prompt]) -> list[list[int]]:
-    encode = service.engine.tokenizer.encode
-    encoded = [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-    if not all(encoded):
-        raise RequestError("prompt is empty: it holds no token to continue from", param="prompt")
-    return encoded
-
-
-def _encode_chat(service: Service, call: ChatCall) -> list[int]:
-    """The template writes the special tokens itself."""
-    tokenizer = service.engine.tokenizer
-    text = tokenizer.apply_chat_template(list(call.messages), add_generation_prompt=True)
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    if not encoded:
-        raise RequestError("the chat template made an empty prompt of these messages", param="messages")
-    return encoded
-
-
-def _num_chars(prompts: Sequence[Prompt]) -> int:
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    service, head = _service(request), _head(request, "chatcmpl")
+    call, submissions = await service.read(request, head.id, read_chat)
+    streams = service.engine.submit_all(submissions)
+    return Generation(
+        streams, call, ChatRendering(head, call, service.engine.tokenizer), service.active, service.workers
+    )
 
 
 def _head(request: Request, prefix: str) -> Head:
     engine = _service(request).engine
     return Head(f"{prefix}-{request.state.request_id}", int(time.time()), engine.model_name)
-
-
-async def _json(request: Request) -> Any:
-    """The body's JSON value. Raises RequestError for what is no JSON: NaN, lone surrogates, over-deep nesting too."""
-    service = _service(request)
-    service.check_open()
-    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-        raise RequestError("requests from pages of other origins are refused", code="cross_origin")
-    body = await service.read_body(request.receive)
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
 
 
 # ---- asking ----------------------------------------------------------------------------------------------------------

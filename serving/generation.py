@@ -20,8 +20,12 @@ from serving import errors, openai, sse
 from serving.interfaces import Delta, Stream
 from serving.openai import Choice, Rendering
 from serving.schemas import ChatCall, CompletionCall
+from serving.workers import Workers
 
 log = logging.getLogger(__name__)
+
+# About what one candidate of a token's log-probabilities takes as JSON.
+CANDIDATE_BYTES = 64
 
 
 class ActiveRequests:
@@ -69,8 +73,10 @@ class Generation:
         call: CompletionCall | ChatCall,
         rendering: Rendering,
         active: ActiveRequests,
+        workers: Workers,
     ) -> None:
-        self._streams, self._call, self._rendering, self._active = streams, call, rendering, active
+        self._streams, self._call, self._rendering = streams, call, rendering
+        self._active, self._workers = active, workers
         n = call.params.n
         self._choices = [Choice(i, streams[i // n]) for i in range(n * len(streams))]
         self._num_completion_tokens = 0
@@ -95,18 +101,33 @@ class Generation:
         async with aclosing(self._deltas()) as deltas:
             async for choice, delta in deltas:
                 choice.add(delta)
-        body = self._rendering.whole(self._choices, self._usage())
-        await errors.json_response(body)(scope, receive, send)
+        usage = self._usage()
+        answer = await self._workers.run(
+            self._num_scored_bytes(self._num_completion_tokens),
+            lambda: errors.json_response(self._rendering.whole(self._choices, usage)),
+        )
+        await answer(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas:
             async for choice, delta in deltas:
-                begin = b"" if choice.begun else self._rendering.begin(choice)
-                choice.begun = True
+                begin = b"" if choice.begun else await self._begin(choice)
                 await self._write(begin + self._rendering.chunk(choice, delta), send)
         tail = self._rendering.usage_chunk(self._usage()) if self._call.include_usage else b""
         await self._write(tail + sse.DONE, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self, choice: Choice) -> bytes:
+        choice.begun = True
+        return await self._workers.run(self._num_scored_bytes(0), lambda: self._rendering.begin(choice))
+
+    def _num_scored_bytes(self, num_completion_tokens: int) -> int:
+        """About what the log-probabilities take that were asked for: they alone make an answer large."""
+        params = self._call.params
+        num_prompt_tokens = sum(len(stream.prompt_token_ids) for stream in self._streams)
+        candidates = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
+        candidates += 0 if params.logprobs is None else num_completion_tokens * (params.logprobs + 1)
+        return candidates * CANDIDATE_BYTES
 
     async def _write(self, events: bytes, send: Send) -> None:
         if not events:

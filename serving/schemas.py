@@ -83,9 +83,7 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
 def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     """Raises RequestError naming the field."""
     given = _checked(body, _CHAT, model)
-    messages = tuple(_message(item, i) for i, item in enumerate(_required(given, "messages")))
-    if not messages:
-        raise RequestError("messages must hold at least one message", param="messages")
+    messages = _messages(_required(given, "messages"), model)
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
@@ -303,6 +301,16 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
     if top and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return int(top) if given.get("logprobs") else None
+
+
+def _messages(values: list[Any], model: ModelFacts) -> tuple[dict[str, str], ...]:
+    if not values:
+        raise RequestError("messages must hold at least one message", param="messages")
+    if len(values) > model.max_model_len:
+        # Each takes a token at least; a hundred thousand would be rendered for a second only to be refused.
+        message = f"{len(values)} messages are more than a context of {model.max_model_len} tokens can hold"
+        raise RequestError(message, param="messages", code="context_length_exceeded")
+    return tuple(_message(value, i) for i, value in enumerate(values))
 
 
 def _message(value: Any, i: int) -> dict[str, str]:

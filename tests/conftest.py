@@ -18,3 +18,19 @@ from pagedjax.weights import store
 def smollm2_path() -> Path:
     """The bundled model's GGUF file, fetched into the model cache once."""
     return store.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def golden_llm(smollm2_path: Path):
+    """The bundled model in float32, made once: loading and warming it up takes seconds. One test uses it at a time."""
+    from pagedjax.llm import LLM
+
+    return LLM(
+        str(smollm2_path),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=640,
+        show_progress_bars=False,
+    )

@@ -1,11 +1,14 @@
 """The scheduler's configuration: plain numbers, checked once."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pagedjax.core.errors import ConfigError
 
 PreemptionMethod = Literal["auto", "swap", "recompute"]
+MAX_WEIGHT = 10_000
+
 _COUNTS = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
 _COUNTS_OR_ZERO = ("num_host_blocks", "num_disk_blocks", "swap_us_per_block", "recompute_us_per_token")
 
@@ -16,7 +19,9 @@ class SchedulerConfig:
 
     `async_scheduling` plans one step ahead of the one that runs. A tier of 0 blocks is absent. `preemption_method` auto
     swaps where moving a victim's blocks out and in again, `swap_us_per_block` each way, takes less time than computing
-    its tokens again, `recompute_us_per_token` each; both are measured. Raises ConfigError, naming the flag.
+    its tokens again, `recompute_us_per_token` each; both are measured. `tenant_weights`, given as pairs or as a
+    mapping, are (name, weight) by name; a tenant that is not named has the weight 1. Raises ConfigError, naming the
+    flag.
     """
 
     block_size: int = 16
@@ -34,8 +39,10 @@ class SchedulerConfig:
     preemption_method: PreemptionMethod = "auto"
     swap_us_per_block: int = 50
     recompute_us_per_token: int = 100
+    tenant_weights: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tenant_weights", weight_pairs(self.tenant_weights))
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}; {_flag(name)}")
@@ -62,9 +69,33 @@ class SchedulerConfig:
                 "or drop --no-enable-chunked-prefill"
             )
 
+    def queue_share(self, tenant: str) -> tuple[int, int]:
+        """How many requests and tokens the tenant may have in line: its weight's share of the queue, if there are
+        weights."""
+        weights = dict(self.tenant_weights)
+        if not weights:
+            return self.max_queued_requests, self.max_queued_tokens
+        weight = weights.setdefault(tenant, 1)
+        total = sum(weights.values())
+        return max(1, self.max_queued_requests * weight // total), max(1, self.max_queued_tokens * weight // total)
+
     @property
     def max_steps_in_flight(self) -> int:
         return 2 if self.async_scheduling else 1
+
+
+def weight_pairs(weights: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """The weights as pairs, sorted by name. Raises ConfigError for one that is no positive integer."""
+    pairs = sorted(weights.items() if isinstance(weights, Mapping) else weights)
+    for name, weight in pairs:
+        if not isinstance(weight, int) or isinstance(weight, bool) or not 1 <= weight <= MAX_WEIGHT:
+            raise ConfigError(
+                f"the weight of tenant {name!r} must be an integer from 1 to {MAX_WEIGHT}, not {weight!r}; "
+                "set --tenant-weights gold=3,silver=2,bronze=1"
+            )
+    if len(dict(pairs)) < len(pairs):
+        raise ConfigError("a tenant has two weights; set --tenant-weights gold=3,silver=2,bronze=1")
+    return tuple(pairs)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

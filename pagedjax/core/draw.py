@@ -33,8 +33,8 @@ def state_html(state: State) -> str:
 
 
 def _waiting(state: State) -> Iterator[Sequence]:
-    for priority in sorted(state.waiting.lanes):
-        lane = state.waiting.lanes[priority]
+    for key in sorted(state.waiting.lanes, key=lambda key: (key[1], key[0])):
+        lane = state.waiting.lanes[key]
         yield from lane.parked
         yield from (lane.line[ticket] for ticket in sorted(lane.line))
 

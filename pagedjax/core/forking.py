@@ -8,7 +8,7 @@ hold floor(P / B) + n * (ceil((P + O) / B) - floor(P / B)) blocks of B tokens at
 from dataclasses import replace
 
 from pagedjax.core.blocks import BlockPool, give, share
-from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.leaving import drain
 from pagedjax.core.plan import Fork, Row, RowResult, StepPlan

@@ -8,6 +8,7 @@ from pagedjax.core.errors import SchedulerError
 from pagedjax.core.parking import let_go, park, phase_of
 from pagedjax.core.policy import STAYS
 from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
+from pagedjax.core.tenants import enter
 from pagedjax.core.tiers import Tiers
 
 _WAITS = (Phase.WAITING, Phase.SWAPPING_OUT, Phase.SWAPPED)
@@ -49,7 +50,13 @@ def end(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
 def back_in_line(sequence: Sequence) -> Sequence:
     """The sequence with its tokens but without its blocks: what is left of them, `tiers.parked` says."""
     return sequence._replace(
-        phase=Phase.WAITING, num_expected=sequence.num_tokens, num_computed=0, num_planned=0, num_cached=0, blocks=()
+        phase=Phase.WAITING,
+        num_expected=sequence.num_tokens,
+        num_computed=0,
+        num_planned=0,
+        num_cached=0,
+        blocks=(),
+        num_served=max(sequence.num_served, sequence.num_computed),
     )
 
 
@@ -73,9 +80,11 @@ def _back_in_line(state: State, sequence: Sequence, reason: str) -> tuple[State,
         pool, tiers, effects = park(pool, tiers, sequence, state.config)
     phase = phase_of(tiers, sequence.sequence_id)
     next_phase(sequence.phase, _CAUSES[phase])
+    tenant, weights = sequence.request.tenant, state.config.tenant_weights
+    tenants = enter(state.tenants, tenant, state.waiting.queues, weights)
     waiting = lines.park(state.waiting, back_in_line(sequence)._replace(phase=phase))
     effects = (*effects, _preempt(tiers, sequence.sequence_id, state.config.block_size, reason))
-    return replace(state, pool=pool, tiers=tiers, waiting=waiting), effects
+    return replace(state, pool=pool, tiers=tiers, waiting=waiting, tenants=tenants), effects
 
 
 def _preempt(tiers: Tiers, sequence_id: int, block_size: int, reason: str) -> Preempt:

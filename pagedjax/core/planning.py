@@ -5,6 +5,7 @@ Sarathi-Serve (OSDI'24): decodes take their tokens before any prompt, so a long 
 """
 
 from bisect import insort
+from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from pagedjax.core.leaving import drain
 from pagedjax.core.parking import park, unpark
 from pagedjax.core.plan import Row, Scatter, StepPlan
 from pagedjax.core.policy import (
+    Order,
     num_blocks_coming,
     num_blocks_promised,
     num_blocks_to_admit,
@@ -26,6 +28,7 @@ from pagedjax.core.policy import (
 )
 from pagedjax.core.resuming import Start, land, start_fetch, start_of
 from pagedjax.core.state import Cause, CopyBlocks, Effect, Phase, RunStep, Sequence, State, next_phase
+from pagedjax.core.tenants import PROMPT_COST, SAMPLE_COST, charge, leave
 from pagedjax.core.tiers import Tiers
 
 # Waiting sequences whose prefix is on its way (it is being computed in this very step, say) are passed over; not more
@@ -34,7 +37,8 @@ MAX_PASSED_OVER = 16
 
 
 class _Batch(NamedTuple):
-    """The step being planned: its rows, the named blocks that they fill (name -> block id), and the effects before it.
+    """The step being planned: its rows, the named blocks that they fill (name -> block id), their cost in service
+    tokens (tenant -> cost), and the effects that come before it.
 
     `alone` is the one sequence that may run in it, if that is to be tried alone.
     """
@@ -42,6 +46,7 @@ class _Batch(NamedTuple):
     decodes: list[Row]
     chunks: list[Row]
     filled: dict[bytes, int]
+    service: defaultdict[str, int]
     effects: list[Effect]
     alone: int | None
 
@@ -63,13 +68,15 @@ def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
 
 
 def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
-    batch = _Batch([], [], {}, [], alone)
+    batch = _Batch([], [], {}, defaultdict(int), [], alone)
     state, short = _continue_running(state, batch)
+    line = state.waiting
     if not short:
         state = _admit(state, batch)
     rows = (*batch.decodes, *batch.chunks)
     if not rows:
-        return state, tuple(batch.effects)
+        # Somebody may have left the line without a row: what it had is being fetched.
+        return replace(state, tenants=leave(state.tenants, line.queues, state.waiting.queues)), tuple(batch.effects)
     scatters: tuple[Scatter, ...] = ()
     if state.tiers.landing:
         state, scatters = land(state, rows)
@@ -79,6 +86,7 @@ def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
         pending=(*state.pending, Map(batch.filled)),
         in_flight=(*state.in_flight, plan),
         next_plan_id=state.next_plan_id + 1,
+        tenants=leave(charge(state.tenants, batch.service), line.queues, state.waiting.queues),
     )
     return state, (*batch.effects, RunStep(plan))
 
@@ -88,6 +96,10 @@ def _continue_running(state: State, batch: _Batch) -> tuple[State, bool]:
     block_size, running, pool, tiers = state.config.block_size, list(state.running), state.pool, state.tiers
     shared_tails, copies = state.shared_tails, []
     left = [num_to_compute(sequence) for sequence in running]
+    by_turn = len(state.tenants.accounts) > 1 and _is_scarce(left, pool.num_free, block_size)
+    if by_turn:
+        running.sort(key=Order(state.tenants, {}).rank)
+        left = [num_to_compute(sequence) for sequence in running]
     if state.suspects:
         left = [0 if batch.leaves_out(state, s.sequence_id) else num_left for s, num_left in zip(running, left)]
     budget = state.config.max_num_batched_tokens - left.count(1)
@@ -115,12 +127,21 @@ def _continue_running(state: State, batch: _Batch) -> tuple[State, bool]:
         if num_left > 1:
             budget -= length
         running[index] = _plan_row(batch, sequence, length, block_size)
+    if by_turn:
+        running.sort(key=lambda s: s.rank)
     state, effects = drain(replace(state, running=tuple(running), pool=pool, tiers=tiers))
     batch.effects.extend(effects)
     if copies:
         # Behind the gathers of the victims, whose blocks may be among the targets.
         batch.effects.append(CopyBlocks(tuple(copies)))
     return state, short
+
+
+def _is_scarce(left: list[int], num_free: int, block_size: int) -> bool:
+    """Whether it matters which of several tenants' sequences is planned first: their tokens may need more blocks than
+    are free, or more than one has a prompt to compute. In most steps it does not, and they need not be sorted."""
+    num_prompts = len(left) - left.count(0) - left.count(1)
+    return num_prompts > 1 or len(left) + num_blocks_for(sum(left), block_size) > num_free
 
 
 def _make_room(
@@ -167,9 +188,14 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int, w
         blocks,
         names,
         finish,
+        num_served,
     ) = sequence
     end = start + length
     samples = end == num_expected
+    if samples:
+        batch.service[request.tenant] += SAMPLE_COST
+    if start < request.prompt_len:
+        batch.service[request.tenant] += PROMPT_COST * max(0, min(end, request.prompt_len) - max(start, num_served))
     row = tuple.__new__(Row, (request.sequence_id, start, length, blocks, samples, writes))
     (batch.decodes if length == 1 else batch.chunks).append(row)
     if end % block_size < length:
@@ -188,12 +214,13 @@ def _plan_row(batch: _Batch, sequence: Sequence, length: int, block_size: int, w
         blocks,
         names,
         finish,
+        num_served,
     )
     return tuple.__new__(Sequence, advanced)
 
 
 def _admit(state: State, batch: _Batch) -> State:
-    """Admit waiting sequences in rank order until a slot, a token or a block is missing.
+    """Admit waiting sequences in order of rank until a slot, a token or a block is missing.
 
     One whose next block is being computed by a row of this same step is passed over until the next step, when it can
     read that block: so a burst of prompts with one prefix computes it once. So is one whose copies are still on their
@@ -208,7 +235,7 @@ def _admit(state: State, batch: _Batch) -> State:
     shared_tails = state.shared_tails
     num_promised = num_blocks_promised(running, config.block_size)
     num_passed_over = 0
-    for sequence in lines.in_rank_order(state.waiting):
+    for sequence in lines.in_rank_order(state.waiting, Order(state.tenants, batch.service).rank):
         if slots <= 0 or budget == 0 or num_passed_over == MAX_PASSED_OVER:
             break
         if state.suspects and batch.leaves_out(state, sequence.sequence_id):

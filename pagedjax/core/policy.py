@@ -1,12 +1,31 @@
 """Who goes first, who must give way, and how much room a sequence needs: the rules that planning applies."""
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from itertools import chain
+from typing import NamedTuple
 
 from pagedjax.core.blocks import BlockPool
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.state import Phase, Sequence
+from pagedjax.core.tenants import Tenants, counter
+
+Rank = tuple[int, int, int, int]
+
+
+class Order(NamedTuple):
+    """Who goes first while one step is planned. `planned` is the service that the step has given each tenant so far."""
+
+    tenants: Tenants
+    planned: Mapping[str, int]
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """The smallest goes first: priority, the tenant's virtual counter, arrival, id."""
+        request = sequence.request
+        due = counter(self.tenants, request.tenant, self.planned.get(request.tenant, 0))
+        return request.priority, due, sequence.arrival_us, request.sequence_id
+
 
 STAYS = (Phase.RUNNING, Phase.FETCHING)
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pagedjax.core.errors import RequestError
+from pagedjax.core.tenants import DEFAULT_TENANT
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -31,6 +32,7 @@ class Request(NamedTuple):
     A lower `priority` is served earlier (vLLM's convention); it lies in -8..7. `fork_of` is a sequence with the same
     prompt, whose blocks this one shares if that one still runs (parallel sampling). `needs_confirmation` says that the
     next step needs the last token's value on the host (beams), so it is planned only once that token is confirmed.
+    `tenant` names whose account pays.
     """
 
     sequence_id: int
@@ -39,6 +41,7 @@ class Request(NamedTuple):
     priority: int = 0
     fork_of: int | None = None
     needs_confirmation: bool = False
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ A pure function: no clock, no device, no token ids, no text. Times and hashes co
 stream of events replays to equal effects, and every state is a snapshot that can be kept, compared or resumed.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import assert_never
 
@@ -24,6 +25,7 @@ from pagedjax.core.state import (
     Effect,
     Event,
     Phase,
+    Queue,
     Reject,
     Sequence,
     State,
@@ -34,6 +36,7 @@ from pagedjax.core.state import (
     Waiting,
     next_phase,
 )
+from pagedjax.core.tenants import SAMPLE_COST, Tenants, charge, enter, leave
 from pagedjax.core.tiers import make_tiers
 from pagedjax.core.transfers import transfer_done
 
@@ -93,7 +96,8 @@ def _arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
         blocks=(),
         block_hashes=event.block_hashes if config.enable_prefix_caching else (),
     )
-    return replace(state, waiting=lines.enqueue(state.waiting, sequence)), ()
+    tenants = enter(state.tenants, request.tenant, state.waiting.queues, config.tenant_weights)
+    return replace(state, waiting=lines.enqueue(state.waiting, sequence), tenants=tenants), ()
 
 
 def _check_request(state: State, request: Request) -> None:
@@ -122,17 +126,23 @@ def refusal(state: State, request: Request) -> Reject | None:
             f"The request needs {num_blocks} blocks of {config.block_size} tokens ({request.prompt_len} tokens in the "
             f"prompt, {request.max_tokens} in the completion), the KV cache has {config.num_blocks}.",
         )
-    if request.prompt_len > config.max_queued_tokens:
-        return Reject(
-            request.sequence_id,
-            "prompt_exceeds_queue",
-            f"The prompt has {request.prompt_len} tokens, and at most {config.max_queued_tokens} may wait.",
-        )
-    num_waiting, num_tokens = len(state.waiting), state.waiting.num_tokens
-    if num_waiting >= config.max_queued_requests or num_tokens + request.prompt_len > config.max_queued_tokens:
-        return Reject(
-            request.sequence_id, "queue_full", f"The queue is full: {num_waiting} requests, {num_tokens} tokens."
-        )
+    return _queue_refusal(state, request)
+
+
+def _queue_refusal(state: State, request: Request) -> Reject | None:
+    """Why the request must not be queued: the line, or its tenant's share of it, has no room."""
+    config, waiting = state.config, state.waiting
+    max_requests, max_tokens = config.queue_share(request.tenant)
+    if request.prompt_len > max_tokens:
+        message = f"The prompt has {request.prompt_len} tokens, and at most {max_tokens} may wait."
+        return Reject(request.sequence_id, "prompt_exceeds_queue", message)
+    if len(waiting) >= config.max_queued_requests or waiting.num_tokens + request.prompt_len > config.max_queued_tokens:
+        message = f"The queue is full: {len(waiting)} requests, {waiting.num_tokens} tokens."
+        return Reject(request.sequence_id, "queue_full", message)
+    num_requests, num_tokens = waiting.queues.get(request.tenant, Queue())
+    if num_requests >= max_requests or num_tokens + request.prompt_len > max_tokens:
+        message = f"The queue of tenant {request.tenant} is full: {num_requests} requests, {num_tokens} tokens."
+        return Reject(request.sequence_id, "queue_full", message)
     return None
 
 
@@ -141,7 +151,9 @@ def _aborted(state: State, sequence_id: int) -> tuple[State, tuple[Effect, ...]]
     if waiter is not None:
         # It is in no step in flight, so it is gone at once.
         waiting = lines.remove(state.waiting, waiter)
-        return end(replace(state, waiting=waiting), waiter._replace(finish=FinishReason.ABORT))
+        tenants = leave(state.tenants, state.waiting.queues, waiting.queues)
+        state = replace(state, waiting=waiting, tenants=tenants)
+        return end(state, waiter._replace(finish=FinishReason.ABORT))
     index = next((i for i, s in enumerate(state.running) if s.request.sequence_id == sequence_id), None)
     if index is None:
         return state, ()
@@ -157,6 +169,7 @@ def _abort(sequence: Sequence) -> Sequence:
 
 def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]:
     plan = _oldest_plan(state, event)
+    tenants = _refunded(state, plan)
     sequences = {s.request.sequence_id: s for s in state.running}
     for row, result in zip(plan.rows, event.results):
         sequences[row.sequence_id] = _accept(sequences[row.sequence_id], row, result, state.config)
@@ -167,6 +180,7 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
         pool=register(state.pool, named_blocks) if named_blocks else state.pool,
         pending=state.pending[1:],
         in_flight=state.in_flight[1:],
+        tenants=tenants,
     )
     if state.suspects:
         state = replace(state, suspects=without_cleared(state.suspects, plan, event.results))
@@ -175,6 +189,15 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
     state, effects = drain(add_children(state, plan, event.results))
     state, more = leave_for_slots(state)
     return state, effects + more
+
+
+def _refunded(state: State, plan: StepPlan) -> Tenants:
+    """The accounts without what was charged for tokens that are thrown away: their sequences had ended already."""
+    ended = {s.sequence_id: s.request.tenant for s in state.running if s.phase in _ENDED}
+    if not ended:
+        return state.tenants
+    thrown_away = Counter(ended[row.sequence_id] for row in plan.rows if row.samples and row.sequence_id in ended)
+    return charge(state.tenants, {tenant: -SAMPLE_COST * count for tenant, count in thrown_away.items()})
 
 
 def _oldest_plan(state: State, event: StepDone) -> StepPlan:
@@ -204,6 +227,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         blocks,
         names,
         finish,
+        num_served,
     ) = sequence
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
         num_tokens += num_accepted
@@ -225,6 +249,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         blocks,
         names,
         finish,
+        num_served,
     )
     return tuple.__new__(Sequence, accepted)
 
@@ -265,3 +290,4 @@ def _filled_blocks(
 
 
 _REASONS = frozenset(FinishReason)
+_ENDED = (Phase.FINISHING, Phase.ABORTING)

@@ -19,6 +19,7 @@ from pagedjax.core.draw import state_html
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import RowResult, StepPlan, Tier
 from pagedjax.core.request import FinishReason, Request
+from pagedjax.core.tenants import Tenants
 from pagedjax.core.tiers import Tiers
 
 
@@ -89,6 +90,7 @@ class Sequence(NamedTuple):
     in the cache). Including the plans in flight: `num_expected` tokens, `num_planned` computed; `num_in_flight`
     counts the plans that contain it. `num_cached` tokens came from the prefix cache when it was last admitted.
     `block_hashes` names every full block of its tokens so far, or none where its prefix is not to be shared.
+    `num_served` tokens were computed before it was last preempted: its tenant is not charged for them again.
     """
 
     request: Request
@@ -103,6 +105,7 @@ class Sequence(NamedTuple):
     blocks: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
     finish: FinishReason | None = None
+    num_served: int = 0
 
     @property
     def sequence_id(self) -> int:
@@ -110,7 +113,7 @@ class Sequence(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Who goes first: the smallest. Priority, then arrival; ids grow with arrival, so they settle a tie."""
+        """Who goes first within a tenant: the smallest. Priority, then arrival; ids settle a tie."""
         return self.request.priority, self.arrival_us, self.request.sequence_id
 
     @property
@@ -120,8 +123,8 @@ class Sequence(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The line of one priority: `parked` sequences, which have run before, by rank, and new ones in order of arrival
-    (ticket -> sequence, tickets from `head` to `tail` with holes where one was taken out)."""
+    """The line of one tenant's requests of one priority: `parked` sequences, which have run before, by rank, and new
+    ones in order of arrival (ticket -> sequence, tickets from `head` to `tail` with holes where one was taken out)."""
 
     parked: tuple[Sequence, ...] = ()
     line: Map[int, Sequence] = Map()
@@ -129,11 +132,23 @@ class Lane(NamedTuple):
     tail: int = 0
 
 
-class Waiting(NamedTuple):
-    """All waiting sequences. `places` finds one by its id: (priority, ticket), ticket None if parked."""
+LaneKey = tuple[str, int]  # tenant and priority
 
-    lanes: Map[int, Lane] = Map()
-    places: Map[int, tuple[int, int | None]] = Map()
+
+class Queue(NamedTuple):
+    """What one tenant has in line."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class Waiting(NamedTuple):
+    """All waiting sequences. `places` finds one by its id: its lane and its ticket there, None if it is parked.
+    `queues` counts by tenant and holds only those who have somebody in line."""
+
+    lanes: Map[LaneKey, Lane] = Map()
+    places: Map[int, tuple[LaneKey, int | None]] = Map()
+    queues: Map[str, Queue] = Map()
     num_tokens: int = 0
 
     def __len__(self) -> int:
@@ -142,7 +157,8 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything the scheduler knows. `running` is in rank order; `in_flight` plans are in order of execution.
+    """Everything the scheduler knows. `running` is in order of priority, then arrival; `in_flight` plans are in order
+    of execution.
 
     `pending` names, for each plan in flight, the blocks that it computes (name -> block id): later plans may read them.
     `shared_tails` are partial blocks that forks hold in common (some may not be shared any more): a write copies them
@@ -160,6 +176,7 @@ class State:
     tiers: Tiers
     shared_tails: frozenset[int] = frozenset()
     suspects: tuple[int, ...] = ()
+    tenants: Tenants = Tenants()
 
     def _repr_html_(self) -> str:
         return state_html(self)

@@ -1,48 +1,51 @@
-"""The waiting line: first come, first served within a priority; a preempted sequence keeps its place.
+"""The waiting line: a first-come-first-served lane for each tenant and priority, of which only the heads are compared.
 
-Every operation costs the same for ten waiting sequences and for a hundred thousand.
+A preempted sequence keeps its place in its lane. Every operation costs the same for ten waiting sequences and for a
+hundred thousand.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heapreplace
+from typing import Any
 
 from immutables import Map
 
-from pagedjax.core.state import Lane, Sequence, Waiting
+from pagedjax.core.state import Lane, LaneKey, Queue, Sequence, Waiting
 
 
 def enqueue(waiting: Waiting, sequence: Sequence) -> Waiting:
-    """Put a new arrival at the end of its line."""
-    priority = sequence.request.priority
-    lane = waiting.lanes.get(priority, Lane())
+    """Put a new arrival at the end of its lane."""
+    key = _lane_key(sequence)
+    lane = waiting.lanes.get(key, Lane())
     lane = lane._replace(line=lane.line.set(lane.tail, sequence), tail=lane.tail + 1)
-    return _with_lane(waiting, sequence, lane, (priority, lane.tail - 1))
+    return _with_lane(waiting, sequence, lane, (key, lane.tail - 1))
 
 
 def park(waiting: Waiting, sequence: Sequence) -> Waiting:
-    """Put a sequence that has run before back where its rank says."""
-    priority = sequence.request.priority
-    lane = waiting.lanes.get(priority, Lane())
+    """Put a sequence that has run before back where its arrival says."""
+    key = _lane_key(sequence)
+    lane = waiting.lanes.get(key, Lane())
     parked = list(lane.parked)
     insort(parked, sequence, key=_rank)
-    return _with_lane(waiting, sequence, lane._replace(parked=tuple(parked)), (priority, None))
+    return _with_lane(waiting, sequence, lane._replace(parked=tuple(parked)), (key, None))
 
 
 def find(waiting: Waiting, sequence_id: int) -> Sequence | None:
     place = waiting.places.get(sequence_id)
     if place is None:
         return None
-    priority, ticket = place
-    lane = waiting.lanes[priority]
+    key, ticket = place
+    lane = waiting.lanes[key]
     if ticket is not None:
         return lane.line[ticket]
     return next(sequence for sequence in lane.parked if sequence.sequence_id == sequence_id)
 
 
 def remove(waiting: Waiting, sequence: Sequence) -> Waiting:
-    """Take a waiting sequence out of its line."""
-    priority, ticket = waiting.places[sequence.sequence_id]
-    lane = waiting.lanes[priority]
+    """Take a waiting sequence out of its lane."""
+    key, ticket = waiting.places[sequence.sequence_id]
+    lane = waiting.lanes[key]
     if ticket is None:
         lane = lane._replace(parked=tuple(s for s in lane.parked if s is not sequence))
     else:
@@ -51,38 +54,59 @@ def remove(waiting: Waiting, sequence: Sequence) -> Waiting:
             head += 1
         lane = lane._replace(line=line, head=head)
     empty = not lane.line and not lane.parked
-    lanes = waiting.lanes.delete(priority) if empty else waiting.lanes.set(priority, lane)
-    places = waiting.places.delete(sequence.sequence_id)
-    return Waiting(lanes, places, waiting.num_tokens - sequence.num_tokens)
+    lanes = waiting.lanes.delete(key) if empty else waiting.lanes.set(key, lane)
+    queues = _recount(waiting, sequence, -1)
+    return Waiting(lanes, waiting.places.delete(sequence.sequence_id), queues, waiting.num_tokens - sequence.num_tokens)
 
 
-def in_rank_order(waiting: Waiting) -> Iterator[Sequence]:
-    """The waiting sequences, first in line first; lazily."""
-    for priority in sorted(waiting.lanes):
-        yield from _merge(waiting.lanes[priority])
+def in_rank_order(waiting: Waiting, key: Callable[[Sequence], Any] | None = None) -> Iterator[Sequence]:
+    """The waiting sequences, smallest `key` first; lazily. Without a key by priority, then arrival.
 
-
-def _merge(lane: Lane) -> Iterator[Sequence]:
-    parked, index = lane.parked, 0
-    for sequence in _line(lane.line, lane.head, lane.tail):
-        while index < len(parked) and parked[index].rank < sequence.rank:
-            yield parked[index]
-            index += 1
+    Within a lane the order is that of arrival, whatever the key. A key may grow while the iterator is in use, as that
+    of a tenant's sequences does when one of them is admitted: it is looked at again before its sequence is given.
+    """
+    key = key or _rank
+    lanes = [lane for one in waiting.lanes.values() for lane in (iter(one.parked), _line(one))]
+    heads = [(key(first), index, first) for index, lane in enumerate(lanes) if (first := next(lane, None)) is not None]
+    heapify(heads)
+    while heads:
+        known, index, sequence = heads[0]
+        current = key(sequence)
+        if current != known:
+            heapreplace(heads, (current, index, sequence))
+            continue
         yield sequence
-    yield from parked[index:]
+        following = next(lanes[index], None)
+        if following is None:
+            heappop(heads)
+        else:
+            heapreplace(heads, (key(following), index, following))
 
 
-def _line(line: Map[int, Sequence], head: int, tail: int) -> Iterator[Sequence]:
-    for ticket in range(head, tail):
-        sequence = line.get(ticket)
+def _line(lane: Lane) -> Iterator[Sequence]:
+    for ticket in range(lane.head, lane.tail):
+        sequence = lane.line.get(ticket)
         if sequence is not None:
             yield sequence
 
 
-def _with_lane(waiting: Waiting, sequence: Sequence, lane: Lane, place: tuple[int, int | None]) -> Waiting:
-    lanes = waiting.lanes.set(sequence.request.priority, lane)
+def _with_lane(waiting: Waiting, sequence: Sequence, lane: Lane, place: tuple[LaneKey, int | None]) -> Waiting:
+    lanes = waiting.lanes.set(place[0], lane)
     places = waiting.places.set(sequence.sequence_id, place)
-    return Waiting(lanes, places, waiting.num_tokens + sequence.num_tokens)
+    return Waiting(lanes, places, _recount(waiting, sequence, 1), waiting.num_tokens + sequence.num_tokens)
+
+
+def _recount(waiting: Waiting, sequence: Sequence, sign: int) -> Map[str, Queue]:
+    """The tenants' counts with one sequence more or less. A tenant with nobody in line has none."""
+    tenant = sequence.request.tenant
+    num_requests, num_tokens = waiting.queues.get(tenant, Queue())
+    if num_requests + sign == 0:
+        return waiting.queues.delete(tenant)
+    return waiting.queues.set(tenant, Queue(num_requests + sign, num_tokens + sign * sequence.num_tokens))
+
+
+def _lane_key(sequence: Sequence) -> LaneKey:
+    return sequence.request.tenant, sequence.request.priority
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

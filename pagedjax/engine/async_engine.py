@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
@@ -137,22 +137,30 @@ class AsyncEngine:
             if self._thread.is_alive():
                 logger.warning("event=engine_left_behind waited_s=%g", STOP_TIMEOUT_S)
 
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> Submission:
+        """Check and tokenise a request; safe on any thread. Raises RequestError."""
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        return self._ready_engine().prepare(prompt, params, request_id=request_id, priority=priority)
+
     def submit(
         self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> Stream:
         """Queue a request. Raises RequestError at once for what can never run, a full queue, or while draining."""
+        (stream,) = self.submit_all([self.prepare(prompt, params, request_id=request_id, priority=priority)])
+        return stream
+
+    def submit_all(self, requests: Sequence[Submission]) -> list[Stream]:
+        """Queue requests that were prepared: a stream each, or RequestError and none."""
         engine = self._ready_engine()
-        request_id = request_id or f"req-{uuid.uuid4().hex}"
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        request = engine.prepare(prompt, params, request_id=request_id, priority=priority)
-        engine.check(request)
-        stream = Stream(request, self._drop)
+        used = next((request.request_id for request in requests if request.request_id in self._streams), None)
+        if used is not None:
+            raise RequestError(f"request id {used!r} is in use", param="request_id")
+        engine.check(requests)
         if not self._streams:
             self._last_progress_s = time.monotonic()  # idleness was no standstill
-        self._streams[request_id] = stream
-        self._commands.put(lambda engine: self._add(engine, request))
-        return stream
+        return [self._queue(request) for request in requests]
 
     def drain(self) -> None:
         """Refuse new requests from now on; those here go on."""
@@ -205,6 +213,11 @@ class AsyncEngine:
 
     def _seconds_since_progress(self) -> float:
         return time.monotonic() - self._last_progress_s
+
+    def _queue(self, request: Submission) -> Stream:
+        stream = self._streams[request.request_id] = Stream(request, self._drop)
+        self._commands.put(lambda engine: self._add(engine, request))
+        return stream
 
     def _drop(self, stream: Stream) -> None:
         """Its id stays in use until the engine knows, so that no other stream gets what is still on its way."""

@@ -7,7 +7,7 @@ step n + 1 is planned and dispatched before the ids of step n are read.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagedjax.core.config import SchedulerConfig
@@ -21,9 +21,10 @@ from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, token_logprobs
-from pagedjax.engine.submission import Submission, seed_for, submission
+from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
-from pagedjax.runtime.runner import Runner, StepHandle, StepResult
+from pagedjax.runtime.results import StepHandle, StepResult
+from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.sampler import Scores
 
 
@@ -89,12 +90,17 @@ class Engine:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         return submission(self.tokenizer, self.state.config, prompt, params, request_id=request_id, priority=priority)
 
-    def check(self, request: Submission) -> None:
-        """Raise RequestError if the request would be refused as things are; safe on any thread."""
-        refused = refusal(self.state, request.for_scheduler(0))
-        if refused is not None:
-            self.metrics.requests.labels("refused").inc()
-            raise RequestError(refused.message, param="prompt", code=refused.code)
+    def check(self, requests: Sequence[Submission]) -> None:
+        """Raise RequestError if one of the requests would be refused as things are, or all together for ever.
+
+        Safe on any thread.
+        """
+        check_queue(requests, self.state.config)
+        for request in requests:
+            refused = refusal(self.state, request.for_scheduler(0))
+            if refused is not None:
+                self.metrics.requests.labels("refused").inc()
+                raise RequestError(refused.message, param="prompt", code=refused.code)
 
     def add(self, request: Submission) -> None:
         """Queue a request. Raises RequestError, and leaves nothing behind, if it can never run or the queue is full."""

@@ -3,6 +3,7 @@
 Pure and safe on any thread, so that tokenising and hashing stay off the step loop.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import NamedTuple
@@ -47,11 +48,14 @@ def submission(
     """
     if isinstance(priority, bool) or not isinstance(priority, int) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
-    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        token_ids, text = tokenizer.encode(prompt, max_len=config.max_model_len), prompt
+    else:
+        token_ids, text = list(prompt), None
     _check_token_ids(token_ids, params, tokenizer.vocab_size)
     request = Submission(
         request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=text,
         prompt_token_ids=token_ids,
         params=params,
         priority=priority,
@@ -69,6 +73,26 @@ def within_room(request: Submission, config: SchedulerConfig) -> Submission:
     return request._replace(params=params)
 
 
+def check_queue(requests: Sequence[Submission], config: SchedulerConfig) -> None:
+    """Raise RequestError for requests that even an empty queue could not take together: they would wait for ever."""
+    num_sequences = sum(request.params.n for request in requests)
+    num_tokens = sum(request.params.n * len(request.prompt_token_ids) for request in requests)
+    if num_sequences > config.max_queued_requests:
+        raise RequestError(
+            f"{_shape(requests)} make {num_sequences} sequences, and at most {config.max_queued_requests} may wait "
+            "(--max-queued-requests): ask for fewer at a time",
+            param="prompt" if len(requests) > 1 else "n",
+            code="prompt_exceeds_queue",
+        )
+    if num_tokens > config.max_queued_tokens:
+        raise RequestError(
+            f"{_shape(requests)} make {num_tokens} prompt tokens, and at most {config.max_queued_tokens} may wait "
+            "(--max-queued-tokens): ask for fewer at a time",
+            param="prompt",
+            code="prompt_exceeds_queue",
+        )
+
+
 def hash_blocks(token_ids: list[int], block_size: int) -> tuple[bytes, ...]:
     """The names of a prompt's full blocks, each hashed over the one before it."""
     data = np.asarray(token_ids, "<i4").tobytes()
@@ -84,6 +108,11 @@ def seed_for(params: SamplingParams, index: int, engine_seed: int, sequence_id: 
     if params.seed is not None:
         return (params.seed + index) % 2**64
     return int.from_bytes(sha256(f"{engine_seed}/{sequence_id}".encode()).digest()[:8], "little")
+
+
+def _shape(requests: Sequence[Submission]) -> str:
+    num_prompts, most = len(requests), max(request.params.n for request in requests)
+    return f"{num_prompts} prompt{'s' * (num_prompts > 1)} with n={most}"
 
 
 def _check_token_ids(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:

@@ -52,6 +52,7 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = chat_template
         self._bytes = _token_bytes(backend)
+        self._max_token_bytes = max(map(len, self._bytes), default=0)
         self.vocab_size = len(self._bytes)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
@@ -81,20 +82,28 @@ class Tokenizer:
         """
         return _from_hf(cls, Path(directory))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the model wants around a text (often a BOS token).
 
         Control tokens spelt out in `text` become those tokens, as in vLLM and transformers. A text that a chat
         template has rendered already holds them: encode it with `add_special_tokens=False`. Bytes that the vocabulary
         lacks (in practice some control characters) vanish, as they do there.
-        Raises RequestError for text that is not Unicode (lone surrogates).
+        Raises RequestError for text that is not Unicode (lone surrogates), and at once for one larger than any
+        `max_len` tokens, which would only be tokenised to be refused.
         """
         try:
-            text.encode("utf-8")
+            num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"the text holds a lone surrogate at character {error.start}: it is not Unicode", param="prompt"
             ) from error
+        if max_len is not None and num_bytes > max_len * self._max_token_bytes:
+            raise RequestError(
+                f"This model's maximum context length is {max_len} tokens. However, your text has {num_bytes} bytes, "
+                f"more than {max_len} tokens can hold.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         # A batch, though of one: `encode` keeps the interpreter's lock, and would hold up every other thread.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids

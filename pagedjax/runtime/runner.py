@@ -3,74 +3,43 @@
 A step is a few programs in the device's order: the forward over the packed batch (the cache is donated and updated in
 place), the head on the rows that sample, the sampler, and, only when a row asks, penalties and log-probabilities.
 Sampled ids stay on the device in `last_ids`, one a slot, where the next step reads them; the host sees them in
-`collect`. Nothing here ever reads the cache: a live view of it would make the next donated step copy it whole.
+`collect`. Nothing here ever reads the cache: a live view of it would make the next donated step copy it whole. Blocks
+that leave it or return do so through staging arrays (`copies`, `swap`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.plan import StepPlan
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.plan import StepPlan, Tier
+from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.stack import init_caches
 from pagedjax.runtime import batch as batches
-from pagedjax.runtime import compiles, kv_cache, programs, sampler
+from pagedjax.runtime import compiles, copies, kv_cache, programs, sampler, swap
 from pagedjax.runtime.batch import DeviceBatch
 from pagedjax.runtime.config import RuntimeConfig, shapes_for
 from pagedjax.runtime.programs import Programs, Progress
-from pagedjax.runtime.sampler import FAULTY, Scores
+from pagedjax.runtime.results import StepHandle, StepResult, bring
 from pagedjax.runtime.slots import SlotTable
+from pagedjax.runtime.swap import Completion, Pool, Transfers
 from pagedjax.runtime.tokens import TokenTable
+from pallas_kernels import block_copy
 from pallas_kernels.ragged_attention import AttentionBackend
-
-
-class PromptScores(NamedTuple):
-    """Log-probabilities of the prompt tokens at positions `start` and on."""
-
-    start: int
-    scores: Scores
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave, by the plan's rows. `ids` [rows] int32 are -1 where a row does not sample, and where it is
-    `faulty` [rows]: its logits were not finite, and only that sequence is lost.
-
-    `logprobs` is there when a sampling row asks (rows that do not sample hold -1 and 0), under the model's raw
-    distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts.
-    """
-
-    plan_id: int
-    ids: np.ndarray
-    faulty: np.ndarray
-    logprobs: Scores | None
-    prompt_logprobs: Mapping[int, PromptScores]
-
-
-@dataclass(frozen=True, slots=True)
-class StepHandle:
-    """A step that was dispatched: device values that nobody has waited for yet."""
-
-    plan_id: int
-    num_rows: int
-    batch: DeviceBatch
-    picked: jax.Array
-    ids: jax.Array | None
-    scores: jax.Array | None
-    prompt_scores: tuple[jax.Array, ...]
 
 
 class Runner:
     """Owns the device's state: the cache, the last ids and the penalty state. One thread uses it.
 
     `scheduler.num_blocks` blocks are allocated. `tokens` is the table to which the engine adds sequences before their
-    first plan and accepted tokens after each collected step. Nothing compiles after `warm_up`: what it did not prepare
-    is refused with SchedulerError.
+    first plan and accepted tokens after each collected step. `pools` are the lower tiers, whose blocks have
+    `kv_cache.block_bytes` bytes. Nothing compiles after `warm_up`: what it did not prepare is refused with
+    SchedulerError.
     """
 
     def __init__(
@@ -82,6 +51,7 @@ class Runner:
         *,
         backend: AttentionBackend,
         dtype: Any,
+        pools: Mapping[Tier, Pool] = MappingProxyType({}),
     ) -> None:
         if runtime.compilation_cache_dir is not None:
             compiles.use_persistent_cache(runtime.compilation_cache_dir)
@@ -95,11 +65,17 @@ class Runner:
         # A sequence leaves `State.running` and gives up its slot in one update, before any other is planned.
         self._num_slots = scheduler.max_num_seqs
         self._warm_compiles: int | None = None
+        self._copies = block_copy.backend_for(jax.default_backend())
         self.reset()
+        row = block_copy.staging_for(self._caches, 1)
+        block_bytes = row.size * row.dtype.itemsize
+        self._copy_sizes = swap.copy_sizes(block_bytes, scheduler.num_blocks)
+        most = swap.max_staging_bytes(num_blocks_for(scheduler.max_model_len, scheduler.block_size), block_bytes)
+        self._transfers = Transfers(pools, row, self._copy_sizes, most)
 
     def reset(self) -> None:
         """Start with an empty cache and free slots, as after a step that failed and took the donated cache with it.
-        The token table stays."""
+        The token table, the lower tiers and what is on its way to or from them stay."""
         scheduler = self._scheduler
         self._caches: Any = None  # freed before the next is allocated
         self._caches = init_caches(
@@ -117,6 +93,8 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program. `progress(done, total, label)` is called after each, in this thread."""
         todo = programs.jobs(self._parts, self.shapes, self._caches, self._num_slots, self._config, self._dtype)
+        swaps = self._transfers.has_pools
+        todo += copies.jobs(self._caches, self._copies, self._copy_sizes, swaps=swaps)
         self.programs.compile(todo, self._runtime.num_compile_threads, progress)
         self._warm_compiles = compiles.num_compiles()
 
@@ -134,14 +112,17 @@ class Runner:
         return kv_cache.pointers(self._caches)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Enqueue a step and return at once. Plans must come in order.
+        """Enqueue a step and return at once: its fetched blocks go into the cache, then its rows run. Plans must come
+        in order.
 
         Raises SchedulerError, before anything reaches the device, for a plan that cannot be right.
         """
+        fetched = [self._transfers.take(scatter.transfer_id) for scatter in plan.scatters]
         self._take_slots(plan)
-        scheduler = self._scheduler
-        batch = batches.build(plan, self.tokens, self._slots, self.shapes, scheduler.block_size)
+        batch = batches.build(plan, self.tokens, self._slots, self.shapes, self._scheduler.block_size)
         forward = self.programs["step", batch.num_tokens]
+        for scatter, pieces in zip(plan.scatters, fetched):
+            self._caches = copies.scatter(self.programs, self._caches, pieces, scatter.pairs)
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
         ids, scores = self._sample(batch, picked) if len(batch.sampling_rows) else (None, None)
         prompt_scores = self._score_prompts(plan, batch, hidden)
@@ -149,14 +130,7 @@ class Runner:
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its ids to the host. Raises what the device raised."""
-        rows = handle.batch.sampling_rows
-        ids, faulty = np.full(handle.num_rows, FAULTY, np.int32), np.zeros(handle.num_rows, bool)
-        if handle.ids is None:
-            handle.picked.block_until_ready()
-        else:
-            ids[rows] = np.asarray(handle.ids)[: len(rows)]
-            faulty[rows] = ids[rows] == FAULTY
-        return StepResult(handle.plan_id, ids, faulty, _row_scores(handle, ids), _prompt_scores(handle))
+        return bring(handle)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Dispatch and collect at once, to look at single steps."""
@@ -167,6 +141,40 @@ class Runner:
         slot = self._slots.release(sequence_id)
         if slot is not None:
             self._biases.pop(slot, None)
+
+    def copy_blocks(self, effect: CopyBlocks) -> None:
+        """Enqueue copies within the cache, in the device's order."""
+        self._caches = copies.copy(self.programs, self._caches, effect.pairs)
+
+    def swap_out(self, effect: SwapOut) -> None:
+        """Enqueue a gather of the blocks, which later steps may overwrite, and start their transfer."""
+        block_ids, targets = zip(*effect.moves)
+        if not self._transfers.has_room(len(block_ids)):
+            self._transfers.fail_swap_out(effect.transfer_id, effect.tier, "no room for staging")
+            return
+        try:
+            pieces = copies.gather(self.programs, self._caches, block_ids, self._copy_sizes)
+        except jax.errors.JaxRuntimeError as error:  # no memory for staging; the cache is not touched
+            self._transfers.fail_swap_out(effect.transfer_id, effect.tier, str(error))
+            return
+        self._transfers.swap_out(effect.transfer_id, effect.tier, pieces, targets)
+
+    def fetch(self, effect: Fetch) -> None:
+        """Start bringing blocks of a lower tier to staging on the device."""
+        self._transfers.fetch(effect.transfer_id, effect.tier, effect.block_ids)
+
+    def discard(self, effect: Discard) -> None:
+        """Free the staging of a finished fetch."""
+        self._transfers.discard(effect.transfer_id)
+
+    def poll_transfers(self, timeout_s: float = 0.0) -> list[Completion]:
+        """The transfers that have ended. While none has but some are under way, waits at most `timeout_s` for one."""
+        return self._transfers.poll(timeout_s)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of blocks under way between the cache and lower tiers."""
+        return self._transfers.staging_bytes
 
     def _take_slots(self, plan: StepPlan) -> None:
         sequence_ids = tuple(row.sequence_id for row in plan.rows)
@@ -237,27 +245,3 @@ class Runner:
             logits = head(self._parts.head_leaves, pick(hidden, index))
             found.append(self.programs["score", size](logits, ids))
         return tuple(found)
-
-
-def _row_scores(handle: StepHandle, ids: np.ndarray) -> Scores | None:
-    if handle.scores is None:
-        return None
-    rows = handle.batch.sampling_rows
-    sampled = sampler.unpack_scores(np.asarray(handle.scores)[: len(rows)], ids[rows])
-    scores = Scores(*(np.zeros((handle.num_rows, *part.shape[1:]), part.dtype) for part in sampled))
-    scores.ids[:] = FAULTY
-    for whole, part in zip(scores, sampled):
-        whole[rows] = part
-    return scores
-
-
-def _prompt_scores(handle: StepHandle) -> dict[int, PromptScores]:
-    if not handle.prompt_scores:
-        return {}
-    packed = np.concatenate([np.asarray(part) for part in handle.prompt_scores])
-    found, first = {}, 0
-    for part in handle.batch.prompt_scoring:
-        past = first + len(part.targets)
-        found[part.row] = PromptScores(part.start, sampler.unpack_scores(packed[first:past], part.targets))
-        first = past
-    return found

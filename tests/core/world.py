@@ -16,6 +16,7 @@ from typing import Any
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
 from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
+from pagedjax.core.policy import Order
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
@@ -40,6 +41,7 @@ from pagedjax.core.state import (
     SwapOut,
     TransferDone,
 )
+from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.core.waiting import in_rank_order
 
 SMALL = {
@@ -62,10 +64,11 @@ class World:
     A step that contains one of `poison` fails.
     """
 
-    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, **limits: int | str) -> None:
+    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, **limits: Any) -> None:
         self.state: State = init(SchedulerConfig(**(SMALL | limits)))
         self.stop_every, self.fork_every = stop_every, fork_every
         self.poison: set[int] = set()
+        self.tenants = [DEFAULT_TENANT, *dict(self.state.config.tenant_weights)]
         self.now_us = 0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}  # what the host knows, by sequence id
@@ -88,13 +91,20 @@ class World:
     # ---- events
 
     def arrive(
-        self, prompt: int | list[int], max_tokens: int = 4, priority: int = 0, *, named: bool = True, beam: bool = False
+        self,
+        prompt: int | list[int],
+        max_tokens: int = 4,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        named: bool = True,
+        beam: bool = False,
     ) -> int:
         """A request: a prompt of so many tokens, equal to no other one, or these tokens."""
         sequence_id = len(self.tokens)
         if isinstance(prompt, int):
             prompt = [1000 * (sequence_id + 1) + i for i in range(prompt)]
-        request = Request(sequence_id, len(prompt), max_tokens, priority, needs_confirmation=beam)
+        request = Request(sequence_id, len(prompt), max_tokens, priority, None, beam, tenant)
         return self._arrive(request, prompt, named)
 
     def arrive_as_fork(self, parent: int) -> int:
@@ -211,7 +221,8 @@ class World:
         return [s.sequence_id for s in self.state.running]
 
     def waiting(self) -> list[int]:
-        return [s.sequence_id for s in in_rank_order(self.state.waiting)]
+        """The line, first in line first."""
+        return [s.sequence_id for s in in_rank_order(self.state.waiting, Order(self.state.tenants, {}).rank)]
 
     def output(self, sequence_id: int) -> list[int]:
         return self.tokens[sequence_id][self.requests[sequence_id].prompt_len :]
@@ -357,21 +368,27 @@ class World:
     def _check_victims(self, before: State) -> None:
         """Whoever must yield ranks below all that go on, and is not the only one."""
         ran = {s.sequence_id: s for s in before.running if s.phase is Phase.RUNNING}
-        go_on = [s.rank for s in self.state.running if s.phase is Phase.RUNNING]
+        order = Order(before.tenants, {})
+        go_on = [order.rank(s) for s in self.state.running if s.phase is Phase.RUNNING and s.sequence_id in ran]
         yielding = {s.sequence_id for s in self.state.running if s.phase is Phase.YIELDING} | set(self.waiting())
         victims = [sequence for sequence_id, sequence in ran.items() if sequence_id in yielding]
-        assert not victims or (go_on and max(go_on) < min(s.rank for s in victims)), "a victim outranks a beneficiary"
+        below = bool(victims and go_on) and max(go_on) < min(map(order.rank, victims))
+        assert not victims or below, "a victim outranks a beneficiary"
 
     def _check_admissions(self, before: State) -> None:
-        """Whoever is admitted has room for all its tokens and a block of headroom."""
+        """Whoever is admitted has room for all its tokens and a block of headroom; in some order of admission."""
         size, num_free, held = self.state.config.block_size, before.pool.num_free, set(before.pool.counts)
+        needs = []
         for sequence in self.state.running:
             if sequence.sequence_id in before.waiting.places:
                 num_shared = len(held.intersection(sequence.blocks))
                 num_needed = num_blocks_for(min(sequence.num_tokens + size, sequence.max_len), size) - num_shared
-                assert num_needed <= num_free, "a sequence was admitted without headroom"
-                num_free -= len(sequence.blocks) - num_shared
+                needs.append((num_needed, len(sequence.blocks) - num_shared))
                 held.update(sequence.blocks)
+        # If any order works, then this one: those who need the most beyond what they take go first.
+        for num_needed, num_taken in sorted(needs, key=lambda need: need[1] - need[0]):
+            assert num_needed <= num_free, "a sequence was admitted without headroom"
+            num_free -= num_taken
 
     def _check_conservation(self) -> None:
         places = [*self.running(), *self.waiting(), *self.finished, *self.rejected]
@@ -387,7 +404,7 @@ def fingerprints(tokens: list[int]) -> list[int]:
     return prints
 
 
-def random_world(seed: int, num_events: int = 300, **limits: int | str) -> World:
+def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
     """A small world, often short of everything, after that many random events and then run until it is empty."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])
@@ -408,6 +425,7 @@ def random_world(seed: int, num_events: int = 300, **limits: int | str) -> World
             "num_disk_blocks": tiers[1],
             "preemption_method": rng.choice(["auto", "swap", "swap", "recompute"]),
             "swap_us_per_block": rng.choice([0, 100, 400]),
+            "tenant_weights": rng.choice([{}, {"gold": 3, "silver": 2}]),
             **limits,
         },
     )
@@ -423,7 +441,8 @@ def random_event(world: World, rng: random.Random) -> None:
     if choice < 0.15:
         prompt = [7] * rng.randint(0, 8) + [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
         named, beam = rng.random() < 0.8, rng.random() < 0.2
-        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1), named=named, beam=beam)
+        tenant = rng.choice(world.tenants)
+        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1), tenant, named=named, beam=beam)
     elif choice < 0.18 and world.tokens:
         parent = rng.randrange(len(world.tokens))
         for _ in range(rng.randint(1, 3)):

@@ -7,7 +7,7 @@ import numpy as np
 from pagedjax.core.plan import StepPlan
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
-from pagedjax.runtime.runner import StepResult
+from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.tokens import TokenTable
 
 VOCAB_SIZE = 64
@@ -23,7 +23,7 @@ class LetterTokenizer:
     eos_token_ids = frozenset({EOS})
     special_token_ids = frozenset({EOS})
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
         return [self.letters.index(letter) for letter in text]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -14,11 +14,16 @@ NEAR_TIE = 2e-3
 TOLERANCE = 2e-3
 
 
+def num_certain_tokens(case: dict[str, Any]) -> int:
+    """How many of the reference's tokens come before its first near tie."""
+    return next((i for i, margin in enumerate(case["margins"]) if margin < NEAR_TIE), len(case["margins"]))
+
+
 def assert_agrees(case: dict[str, Any], output: RequestOutput) -> None:
     """Equal ids up to the reference's first near tie, and the log-probabilities of those ids, where there are any."""
     assert output.prompt_token_ids == case["prompt_ids"]
     completion = output.outputs[0]
-    num_certain = next((i for i, margin in enumerate(case["margins"]) if margin < NEAR_TIE), len(case["margins"]))
+    num_certain = num_certain_tokens(case)
     assert completion.token_ids[:num_certain] == case["greedy_ids"][:num_certain]
     for i, entry in enumerate((completion.logprobs or [])[:num_certain]):
         assert abs(entry[completion.token_ids[i]].logprob - case["logprobs"][i]) < TOLERANCE

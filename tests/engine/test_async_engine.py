@@ -65,6 +65,18 @@ def test_refusals_are_raised_at_once_and_others_go_on():
     assert with_engine(scenario) == ("context_length_exceeded", "defgh")
 
 
+def test_of_several_requests_all_are_queued_or_none():
+    async def scenario(engine):
+        fits, too_long = engine.prepare("abc", PARAMS), engine.prepare("a" * 63, PARAMS)
+        with pytest.raises(RequestError):
+            engine.submit_all([fits, too_long])
+        nothing_ran = engine.metrics.registry.get_sample_value("pagedjax_steps_total") == 0
+        streams = engine.submit_all([fits, engine.prepare("ABC", PARAMS)])
+        return nothing_ran, await asyncio.gather(*map(text, streams))
+
+    assert with_engine(scenario) == (True, ["defgh", "DEFGH"])
+
+
 def test_a_failing_step_ends_every_stream_with_our_error_and_the_engine_says_so():
     async def scenario(engine):
         engine._engine.runner.fail_at_plan = 2

@@ -186,7 +186,7 @@ def test_an_engine_whose_step_failed_says_so_ever_after():
 def test_what_can_never_run_is_refused_with_a_code_and_leaves_nothing(prompt, max_tokens, code):
     engine = make_engine(num_gpu_blocks_override=12)
     request = engine.prepare(prompt, params(max_tokens=max_tokens), request_id="r")
-    for door in (engine.check, engine.add):
+    for door in (lambda one: engine.check([one]), engine.add):
         with pytest.raises(RequestError) as refusal:
             door(request)
         assert refusal.value.code == code

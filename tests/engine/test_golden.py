@@ -13,39 +13,26 @@ def prompt_ids():
     return [case["prompt_ids"] for case in CASES]
 
 
-@pytest.fixture(scope="module")
-def llm(smollm2_path):
-    return LLM(
-        str(smollm2_path),
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=32,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=640,
-        show_progress_bars=False,
-    )
-
-
-def test_each_prompt_alone_gives_the_reference(llm):
+def test_each_prompt_alone_gives_the_reference(golden_llm):
     for case in CASES[:6]:
-        (output,) = llm.generate(case["prompt"], GREEDY)
+        (output,) = golden_llm.generate(case["prompt"], GREEDY)
         assert_agrees(case, output)
 
 
-def test_chats_give_the_reference(llm):
+def test_chats_give_the_reference(golden_llm):
     chats = [case for case in CASES if "messages" in case]
-    for case, output in zip(chats, llm.chat([case["messages"] for case in chats], GREEDY), strict=True):
+    for case, output in zip(chats, golden_llm.chat([case["messages"] for case in chats], GREEDY), strict=True):
         assert_agrees(case, output)
 
 
-def test_a_batch_of_32_mixed_gives_the_reference_for_each(llm):
-    for case, output in zip(CASES * 2, llm.generate(prompt_ids() * 2, GREEDY), strict=True):
+def test_a_batch_of_32_mixed_gives_the_reference_for_each(golden_llm):
+    for case, output in zip(CASES * 2, golden_llm.generate(prompt_ids() * 2, GREEDY), strict=True):
         assert_agrees(case, output)
 
 
-def test_the_references_own_ids_get_its_logprobs_at_every_position(llm):
+def test_the_references_own_ids_get_its_logprobs_at_every_position(golden_llm):
     sequences = [case["prompt_ids"] + case["greedy_ids"] for case in CASES]
-    outputs = llm.generate(sequences, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    outputs = golden_llm.generate(sequences, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
     for case, output in zip(CASES, outputs, strict=True):
         start = len(case["prompt_ids"])
         scores = [output.prompt_logprobs[start + i][token].logprob for i, token in enumerate(case["greedy_ids"])]

@@ -172,6 +172,16 @@ def test_lone_surrogates_are_the_callers_fault(write_gguf):
         Tokenizer.from_gguf(write_gguf()).encode("ab\ud800")
 
 
+def test_a_text_larger_than_any_tokens_of_the_context_is_refused_without_tokenising_it(write_gguf, monkeypatch):
+    tokenizer = Tokenizer.from_gguf(write_gguf())
+    longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    assert len(tokenizer.encode("a" * 3 * longest, max_len=3)) >= 3
+    monkeypatch.setattr(tokenizer, "_backend", None)
+    with pytest.raises(RequestError, match="3 tokens") as refusal:
+        tokenizer.encode("a" * (3 * longest + 1), max_len=3)
+    assert refusal.value.code == "context_length_exceeded"
+
+
 def test_ids_outside_the_vocabulary_stand_for_nothing(write_gguf):
     tokenizer = Tokenizer.from_gguf(write_gguf())
     assert tokenizer.decode([-1, tokenizer.vocab_size, 2]) == "<mark>"

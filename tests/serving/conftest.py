@@ -27,7 +27,7 @@ EOS, BOS, VOCAB_SIZE = 256, 257, 258
 class ByteTokenizer:
     vocab_size = VOCAB_SIZE
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, add_special_tokens=True, *, max_len=None):
         return list(text.encode())
 
     def decode(self, ids, skip_special_tokens=True):
@@ -131,9 +131,15 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def submit(self, prompt, params, *, request_id=None, priority=0):
+    def prepare(self, prompt, params, *, request_id=None, priority=0):
+        return prompt, params, request_id, priority
+
+    def submit_all(self, requests):
         if self.refuse:
             raise self.refuse
+        return [self.submit(*request) for request in requests]
+
+    def submit(self, prompt, params, request_id, priority):
         self.submitted.append((bytes(i for i in prompt if i < 256).decode("utf-8", "replace"), params, priority))
         return FakeStream(self, prompt, params, request_id)
 

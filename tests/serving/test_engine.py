@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -82,13 +83,37 @@ def test_a_drain_finishes_what_runs(serving_of, engine, wait_for):
     [
         ({}, {"prompt": "a" * 64}, 400, "context_length_exceeded"),
         ({"num_gpu_blocks_override": 4}, {"prompt": "a" * 30}, 400, "prompt_exceeds_kv_cache"),
-        ({"max_queued_requests": 1}, {"n": 2}, 429, "queue_full"),
+        ({"max_queued_requests": 3}, {"n": 4}, 400, "prompt_exceeds_queue"),
+        ({"max_queued_requests": 3}, {"prompt": ["a", "b"], "n": 2}, 400, "prompt_exceeds_queue"),
+        ({"max_queued_tokens": 8}, {"prompt": ["abc"] * 3}, 400, "prompt_exceeds_queue"),
+        ({"max_queued_tokens": 8}, {"n": 3}, 400, "prompt_exceeds_queue"),
     ],
 )
 def test_refusals_of_the_scheduler_have_their_status(serving_of, options, fields, status, code):
     with serving_of(make_async_engine(**options)) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 1, **fields}, timeout=30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_what_can_never_be_queued_is_told_how_much_can(serving_of):
+    with serving_of(make_async_engine(max_queued_requests=3)) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": ["a", "b"], "n": 2}, timeout=30)
+    error = answer.json()["error"]
+    assert error["message"].startswith("2 prompts with n=2 make 4 sequences, and at most 3 may wait (--max-queued-req")
+    assert error["param"] == "prompt"
+
+
+def test_a_full_queue_is_429(serving_of, wait_for):
+    engine = make_async_engine(step_s=0.02, max_num_seqs=1, max_queued_requests=1)
+    with serving_of(engine) as server, ThreadPoolExecutor() as others:
+        url = f"{server.url}/v1/completions"
+        first = others.submit(httpx.post, url, json=LONG, timeout=60)
+        wait_for(lambda: engine.state().running)
+        second = others.submit(httpx.post, url, json=LONG, timeout=60)
+        wait_for(lambda: len(engine.state().waiting))
+        third = httpx.post(url, json=LONG, timeout=60)
+    assert [answer.status_code for answer in (first.result(), second.result(), third)] == [200, 200, 429]
+    assert third.headers["retry-after"]
 
 
 def test_a_failed_step_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine):

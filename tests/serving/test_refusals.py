@@ -120,6 +120,7 @@ def test_completions_refuse(client, engine, fields, param):
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 201}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
@@ -194,18 +195,6 @@ def test_the_engine_s_refusals_keep_their_code(client_of, FakeEngine, code, stat
     answer = client_of(FakeEngine(refuse=RequestError("no", code=code))).chat()
     assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["type"]) == (status, code, kind)
     assert ("retry-after" in answer.headers) == (status in (429, 503))
-
-
-def test_when_the_second_of_two_prompts_is_refused_the_first_is_aborted(client, engine):
-    submit = engine.submit
-
-    def submit_one(*args, **options):
-        engine.refuse = RequestError("full", code="queue_full") if engine.submitted else None
-        return submit(*args, **options)
-
-    engine.submit = submit_one
-    assert client.complete(prompt=["a", "b"]).status_code == 429
-    assert len(engine.aborted) == 1
 
 
 JSON = st.recursive(

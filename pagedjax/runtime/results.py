@@ -1,0 +1,84 @@
+"""What a step gives: device values while it runs, then arrays on the host."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from pagedjax.runtime import sampler
+from pagedjax.runtime.batch import DeviceBatch
+from pagedjax.runtime.sampler import FAULTY, Scores
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of the prompt tokens at positions `start` and on."""
+
+    start: int
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, by the plan's rows. `ids` [rows] int32 are -1 where a row does not sample, and where it is
+    `faulty` [rows]: its logits were not finite, and only that sequence is lost.
+
+    `logprobs` is there when a sampling row asks (rows that do not sample hold -1 and 0), under the model's raw
+    distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts.
+    """
+
+    plan_id: int
+    ids: np.ndarray
+    faulty: np.ndarray
+    logprobs: Scores | None
+    prompt_logprobs: Mapping[int, PromptScores]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A step that was dispatched: device values that nobody has waited for yet."""
+
+    plan_id: int
+    num_rows: int
+    batch: DeviceBatch
+    picked: jax.Array
+    ids: jax.Array | None
+    scores: jax.Array | None
+    prompt_scores: tuple[jax.Array, ...]
+
+
+def bring(handle: StepHandle) -> StepResult:
+    """Wait for a step and bring what it gave to the host. Raises what the device raised."""
+    rows = handle.batch.sampling_rows
+    ids, faulty = np.full(handle.num_rows, FAULTY, np.int32), np.zeros(handle.num_rows, bool)
+    if handle.ids is None:
+        handle.picked.block_until_ready()
+    else:
+        ids[rows] = np.asarray(handle.ids)[: len(rows)]
+        faulty[rows] = ids[rows] == FAULTY
+    return StepResult(handle.plan_id, ids, faulty, _row_scores(handle, ids), _prompt_scores(handle))
+
+
+def _row_scores(handle: StepHandle, ids: np.ndarray) -> Scores | None:
+    if handle.scores is None:
+        return None
+    rows = handle.batch.sampling_rows
+    sampled = sampler.unpack_scores(np.asarray(handle.scores)[: len(rows)], ids[rows])
+    scores = Scores(*(np.zeros((handle.num_rows, *part.shape[1:]), part.dtype) for part in sampled))
+    scores.ids[:] = FAULTY
+    for whole, part in zip(scores, sampled):
+        whole[rows] = part
+    return scores
+
+
+def _prompt_scores(handle: StepHandle) -> dict[int, PromptScores]:
+    if not handle.prompt_scores:
+        return {}
+    packed = np.concatenate([np.asarray(part) for part in handle.prompt_scores])
+    found, first = {}, 0
+    for part in handle.batch.prompt_scoring:
+        past = first + len(part.targets)
+        found[part.row] = PromptScores(part.start, sampler.unpack_scores(packed[first:past], part.targets))
+        first = past
+    return found

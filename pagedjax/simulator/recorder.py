@@ -1,0 +1,159 @@
+"""Folds the scheduler's events and effects into a report: the simulator's metrics."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.plan import StepPlan
+from pagedjax.core.state import Effect, Event, Finish, Preempt, Reject, RunStep, State, StepDone, StepDue
+from pagedjax.core.tenants import SAMPLE_COST
+from pagedjax.simulator.cost import CostModel
+from pagedjax.simulator.report import Outcome, Preemption, Service, SimReport, Status, Totals, Transfer, Usage
+from pagedjax.simulator.workload import SimRequest
+
+
+@dataclass(slots=True)
+class Track:
+    """One sequence as it goes. `high_water` positions have been planned once; below it a row computes again."""
+
+    request: SimRequest
+    status: Status = Status.UNFINISHED
+    token_us: array[int] = field(default_factory=lambda: array("q"))
+    wait_us: int | None = None
+    parked_us: int = 0
+    parked_at_us: int | None = None
+    num_preemptions: int = 0
+    num_recomputed: int = 0
+    high_water: int = 0
+
+
+class Recorder:
+    """Sees every update, in order; `report` may be asked at any time."""
+
+    def __init__(self) -> None:
+        self.tracks: dict[int, Track] = {}
+        self.preemptions: list[Preemption] = []
+        self.usage: list[Usage] = []
+        self.transfers: list[Transfer] = []
+        self.service: dict[str, list[Service]] = {}
+        self._totals: dict[str, int] = dict.fromkeys(Totals._fields, 0)
+        self._level = Usage(0, 0, 0, 0, 0, 0)
+
+    def see(self, before: State, event: Event, state: State, effects: tuple[Effect, ...]) -> None:
+        self._integrate(event.now_us, state)
+        for effect in effects:
+            match effect:
+                case RunStep(plan):
+                    self._planned(plan, state)
+                case Preempt():
+                    self._preempted(effect, event.now_us)
+                case Finish(sequence_id):
+                    self.tracks[sequence_id].status = Status.FINISHED
+                case Reject(sequence_id):
+                    self.tracks[sequence_id].status = Status.REJECTED
+        if isinstance(event, StepDone):
+            self._done(before.in_flight[0], event)
+        if isinstance(event, StepDue):
+            self.usage.append(self._level)
+
+    def add_busy(self, busy_us: int) -> None:
+        self._totals["busy_us"] += busy_us
+
+    def report(self, config: SchedulerConfig, cost: CostModel, end_us: int) -> SimReport:
+        outcomes = [
+            Outcome(
+                sequence_id,
+                track.request,
+                track.status,
+                track.token_us,
+                track.wait_us,
+                track.parked_us,
+                track.num_preemptions,
+                track.num_recomputed,
+            )
+            for sequence_id, track in self.tracks.items()
+        ]
+        return SimReport(
+            config=config,
+            cost=cost,
+            end_us=end_us,
+            outcomes=tuple(outcomes),
+            preemptions=tuple(self.preemptions),
+            usage=tuple(self.usage),
+            transfers=tuple(self.transfers),
+            service={tenant: tuple(samples) for tenant, samples in self.service.items()},
+            totals=Totals(**self._totals),
+        )
+
+    def _integrate(self, now_us: int, state: State) -> None:
+        """Add the time since the last event at the level that held, and take the new level."""
+        past, block_size, totals = self._level, state.config.block_size, self._totals
+        elapsed_us = now_us - past.now_us
+        totals["held_slot_us"] += elapsed_us * past.held_blocks * block_size
+        totals["planned_slot_us"] += elapsed_us * past.planned_slots
+        totals["computed_slot_us"] += elapsed_us * past.computed_slots
+        totals["running_us"] += elapsed_us * past.num_running
+        held = len(state.pool.counts)
+        # Shared blocks are full, so what is empty or not yet computed of a table is the sequence's own.
+        num_slots = sum([len(s.blocks) for s in state.running]) * block_size
+        unplanned = num_slots - sum([s.num_planned for s in state.running if s.blocks])
+        uncomputed = num_slots - sum([s.num_computed for s in state.running if s.blocks])
+        self._level = Usage(
+            now_us,
+            len(state.running),
+            len(state.waiting),
+            held,
+            held * block_size - unplanned,
+            held * block_size - uncomputed,
+        )
+
+    def _planned(self, plan: StepPlan, state: State) -> None:
+        totals = self._totals
+        totals["num_steps"] += 1
+        totals["computed_tokens"] += plan.num_tokens
+        for row in plan.rows:
+            track, end = self.tracks[row.sequence_id], row.start + row.length
+            if track.wait_us is None:
+                track.wait_us = state.now_us - track.request.arrival_us
+                totals["cached_tokens"] += row.start
+            if track.parked_at_us is not None:
+                track.parked_us += state.now_us - track.parked_at_us
+                track.parked_at_us = None
+            num_again = max(0, min(end, track.high_water) - row.start)
+            track.num_recomputed += num_again
+            totals["recomputed_tokens"] += num_again
+            num_served = min(end, track.request.prompt_len) - max(row.start, track.high_water)
+            self._serve(track, state.now_us, num_served)
+            track.high_water = max(track.high_water, end)
+
+    def _preempted(self, effect: Preempt, now_us: int) -> None:
+        track = self.tracks[effect.sequence_id]
+        track.num_preemptions += 1
+        track.parked_at_us = now_us
+        self.preemptions.append(
+            Preemption(
+                now_us,
+                effect.sequence_id,
+                effect.method,
+                effect.reason,
+                effect.num_lost_tokens,
+                len(track.token_us),
+            )
+        )
+
+    def _serve(self, track: Track, now_us: int, num_tokens: int) -> None:
+        if num_tokens > 0:
+            samples = self.service.setdefault(track.request.tenant, [])
+            total = num_tokens + (samples[-1].num_tokens if samples else 0)
+            if samples and samples[-1].now_us == now_us:
+                samples.pop()
+            samples.append(Service(now_us, total))
+
+    def _done(self, plan: StepPlan, event: StepDone) -> None:
+        for row, result in zip(plan.rows, event.results):
+            if result.num_accepted:
+                track = self.tracks[row.sequence_id]
+                track.token_us.append(event.now_us)
+                self._serve(track, event.now_us, SAMPLE_COST)
+            elif row.samples:
+                self._totals["discarded_tokens"] += 1

@@ -1,0 +1,15 @@
+"""Block copy: whole KV blocks out of the caches into one staging array, back into them, and from block to block.
+
+A block is opaque bytes: whatever a cache's leaf holds behind axis 0, in any type. `reference` defines the op.
+"""
+
+from pallas_kernels.block_copy import loop, reference
+from pallas_kernels.block_copy.interface import CopyBackend, staging_for
+
+__all__ = ["CopyBackend", "backend_for", "staging_for"]
+
+
+def backend_for(platform: str) -> CopyBackend:
+    """The one to use on `platform`: XLA:CPU runs loops at memory speed, and a GPU would wait for the host at each turn
+    of one."""
+    return loop.BACKEND if platform == "cpu" else reference.BACKEND
