@@ -16,7 +16,7 @@ from typing import Any
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
 from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
-from pagedjax.core.policy import Order
+from pagedjax.core.policy import STAYS, Order
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
@@ -371,9 +371,9 @@ class World:
 
     def _check_victims(self, before: State) -> None:
         """Whoever must yield ranks below all that go on, and is not the only one."""
-        ran = {s.sequence_id: s for s in before.running if s.phase is Phase.RUNNING}
+        ran = {s.sequence_id: s for s in before.running if s.phase in STAYS}
         order = Order(before.tenants, {})
-        go_on = [order.rank(s) for s in self.state.running if s.phase is Phase.RUNNING and s.sequence_id in ran]
+        go_on = [order.rank(s) for s in self.state.running if s.phase in STAYS and s.sequence_id in ran]
         yielding = {s.sequence_id for s in self.state.running if s.phase is Phase.YIELDING} | set(self.waiting())
         victims = [sequence for sequence_id, sequence in ran.items() if sequence_id in yielding]
         below = bool(victims and go_on) and max(go_on) < min(map(order.rank, victims))
