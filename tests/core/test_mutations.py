@@ -74,14 +74,13 @@ def victim_is_always_the_beneficiary(victim_index):
     return lambda running, beneficiary, excess: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
 
 
-def free_a_victim_in_flight_at_once(make_room):
-    def mutant(batch, running, *args):
-        pool, tiers = make_room(batch, running, *args)
-        for i, sequence in enumerate(running):
-            if sequence.phase is Phase.YIELDING and sequence.blocks:
-                pool, tiers, effects = parking.park(pool, tiers, sequence, batch.order.config)
-                batch.effects.extend(effects)
-                running[i] = sequence._replace(blocks=())
+def free_a_victim_in_flight_at_once(preempt):
+    def mutant(batch, running, index, pool, tiers):
+        pool, tiers = preempt(batch, running, index, pool, tiers)
+        if running[index].blocks:
+            pool, tiers, effects = parking.park(pool, tiers, running[index], batch.order.config)
+            batch.effects.extend(effects)
+            running[index] = running[index]._replace(blocks=())
         return pool, tiers
 
     return mutant
@@ -293,7 +292,7 @@ MUTANTS = [
     (planning, "take", take_the_same_block_twice),
     (planning, "victim_index", wrong_victim),
     (planning, "victim_index", victim_is_always_the_beneficiary),
-    (planning, "_make_room", free_a_victim_in_flight_at_once),
+    (planning, "_preempt", free_a_victim_in_flight_at_once),
     (admission, "num_blocks_to_admit", admit_without_headroom),
     (resuming, "max_prefix_blocks", reuse_the_last_token),
     (resuming, "longest_prefix", wrong_prefix),
