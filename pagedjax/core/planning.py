@@ -47,7 +47,7 @@ def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
 
 def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
     service: defaultdict[str, int] = defaultdict(int)
-    batch = Batch([], [], {}, service, [], order_of(state, service), alone)
+    batch = Batch([], [], {}, service, [], [], order_of(state, service), alone)
     if not state.suspects:
         state, effects = make_way(state, batch.order)
         batch.effects.extend(effects)
@@ -68,7 +68,7 @@ def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
         pending=(*state.pending, Map(batch.filled)),
         in_flight=(*state.in_flight, plan),
         next_plan_id=state.next_plan_id + 1,
-        tenants=leave(charge(state.tenants, service), line.queues, state.waiting.queues),
+        tenants=leave(charge(state.tenants, batch.booked()), line.queues, state.waiting.queues),
     )
     return state, (*batch.effects, RunStep(plan))
 

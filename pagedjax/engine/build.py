@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from typing import Any
 
 import jax
 
@@ -13,7 +14,8 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.runner import Runner
 from pagedjax.weights import load, store
-from pallas_kernels import dispatch
+from pagedjax.weights.pack import Layout
+from pallas_kernels import dispatch, matmul
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,11 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     dtype = load.DTYPES[config.dtype]
     backend = choose_attention(config, model_config)
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
-    model = load.load_model(path, dtype=config.dtype, backend=backend)
+    layout = choose_layout(dtype)
+    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=layout)
     report("load", 1, 1)
     num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)
-    logger.info("event=resolved %s", chosen(config, backend.name, num_blocks))
+    logger.info("event=resolved %s", chosen(config, backend.name, layout, num_blocks))
     scheduler = config.scheduler(num_blocks)
     runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
@@ -63,7 +66,16 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
         raise ConfigError(f"{error}; set --attention-backend") from error
 
 
-def chosen(config: EngineConfig, attention_backend: str, num_blocks: int) -> str:
+def choose_layout(dtype: Any) -> Layout:
+    """How to keep weights on this machine. Raises ConfigError for a variable of the environment that means nothing."""
+    try:
+        # Quantised files are dequantised: their own groups would round the activations too, which nobody asked for.
+        return matmul.preferred(dtype, is_quantised=False).name
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def chosen(config: EngineConfig, attention_backend: str, layout: str, num_blocks: int) -> str:
     """What was left automatic, as it has been filled in: key=value."""
     choices = {
         "dtype": config.dtype,
@@ -71,6 +83,7 @@ def chosen(config: EngineConfig, attention_backend: str, num_blocks: int) -> str
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_blocks": num_blocks,
         "attention_backend": attention_backend,
+        "weights": layout,
         "compilation_cache_dir": config.compilation_cache_dir,
     }
     return " ".join(f"{name}={value}" for name, value in choices.items())
