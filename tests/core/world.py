@@ -214,13 +214,16 @@ class World:
         before = self.state
         self.state, effects = update(before, event)
         self.log.append((event, effects))
-        check(self.state)
+        self.check_state()
         self._check_victims(before)
         self._check_admissions(before)
         for effect in effects:
             self._carry_out(effect)
         self._check_conservation()
         return effects
+
+    def check_state(self) -> None:
+        check(self.state)
 
     def tick(self) -> int:
         self.now_us += self.tick_us

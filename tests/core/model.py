@@ -1,0 +1,272 @@
+"""Small instances of the scheduler's world, for searches of all orders of their events.
+
+A `Model` is a `World` that can be cloned and whose events are told in words that do not depend on its history:
+sequences by their place among those that are here, transfers by their place among those under way, rows by their place
+in the plan. Time moves on by `("wait",)`, one slice at a time; all other events together take less than one.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from pagedjax.core.plan import Tier
+from pagedjax.core.prefix import ROOT_HASH, hash_block
+from pagedjax.core.request import FinishReason, Request
+from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.core.tiers import LOWER_TIERS, pool_of
+from tests.core.world import World, fingerprints
+
+SLICE_US = 1_000_000
+Step = tuple[Any, ...]  # an event in words that do not depend on the history
+
+
+class Asked(NamedTuple):
+    """A request that may arrive at any time, once."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int = 0
+    tenant: str = DEFAULT_TENANT
+    preemptible: bool = True
+    is_fork: bool = False  # another sample of the oldest sequence here that has this prompt
+    named: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """`num_failures` steps and as many transfers may fail on one path, and `num_aborts` aborts come. If it `waits` a
+    time slice may be over, and after `slices_to_age` of them who waits is aged (0: never). `min_sample` is the number
+    of service tokens by which a tenant's share is judged."""
+
+    name: str
+    asked: tuple[Asked, ...]
+    limits: dict[str, Any] = field(default_factory=dict)
+    num_failures: int = 1
+    num_aborts: int = 9
+    waits: bool = True
+    slices_to_age: int = 0
+    min_sample: int = 1_000
+
+
+class Model(World):
+    def __init__(self, instance: Instance) -> None:
+        limits = {
+            "block_size": 2,
+            "num_blocks": 4,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 4,
+            "max_model_len": 8,
+            "async_scheduling": True,
+            "num_host_blocks": 3,
+            "preemption_method": "swap",
+            "time_slice": SLICE_US // 1000,
+            "max_wait_s": (instance.slices_to_age or 1_000_000) * SLICE_US / 1e6,
+        }
+        super().__init__(**(limits | instance.limits))
+        self.instance = instance
+        self.asked = instance.asked
+        self.to_come: tuple[int, ...] = tuple(range(len(self.asked)))
+        self.kinds: dict[int, int] = {}  # sequence id -> which of those asked
+        self.num_failures = (instance.num_failures, instance.num_failures)  # of steps, of transfers
+        self.num_aborts = instance.num_aborts
+        self.stops: frozenset[int] = frozenset()
+
+    def clone(self) -> "Model":
+        copy = object.__new__(Model)
+        copy.__dict__ = self.__dict__ | {
+            "requests": dict(self.requests),
+            "tokens": {i: list(tokens) for i, tokens in self.tokens.items()},
+            "on_device": {i: list(tokens) for i, tokens in self.on_device.items()},
+            "unnamed": set(self.unnamed),
+            "cache": dict(self.cache),
+            "lower": dict(self.lower),
+            "outgoing": dict(self.outgoing),
+            "fetching": dict(self.fetching),
+            "staged": dict(self.staged),
+            "sampled": deque(self.sampled),
+            "ended": set(self.ended),
+            "finished": dict(self.finished),
+            "rejected": dict(self.rejected),
+            "preempted": [],
+            "kinds": dict(self.kinds),
+            "log": [],
+        }
+        return copy
+
+    # ---- events
+
+    def here(self) -> list[int]:
+        """The sequences that run or wait, in order of arrival."""
+        return sorted([*self.running(), *self.state.waiting.places])
+
+    def steps(self) -> Iterator[Step]:
+        """Every event that may come next."""
+        here, state = self.here(), self.state
+        yield ("due",)
+        if state.in_flight:
+            for stops in self._stops():
+                yield ("done", stops)
+            if self.num_failures[0]:
+                rows = range(len(state.in_flight[0].rows))
+                yield from [("fail", ()), *(("fail", (row,)) for row in rows if len(rows) > 1)]
+        for place in range(len(state.tiers.transfers)):
+            yield ("transfer", place, True)
+            if self.num_failures[1]:
+                yield ("transfer", place, False)
+        for kind in self.to_come:
+            if self._may_arrive(kind):
+                yield ("arrive", kind)
+        if self.num_aborts:
+            yield from (("abort", place) for place in range(len(here)))
+        if here and self.instance.waits:
+            yield ("wait",)
+
+    def take(self, step: Step) -> None:
+        match step:
+            case ("due",):
+                self.due()
+            case ("done", stops):
+                rows = self.state.in_flight[0].rows
+                self.stops = frozenset(rows[row].sequence_id for row in stops)
+                self.done()
+                self.stops = frozenset()
+            case ("fail", suspects):
+                rows = self.state.in_flight[0].rows
+                self.num_failures = (self.num_failures[0] - 1, self.num_failures[1])
+                self.fail(*(rows[row].sequence_id for row in suspects))
+            case ("transfer", place, ok):
+                if not ok:
+                    self.num_failures = (self.num_failures[0], self.num_failures[1] - 1)
+                self.transfer(sorted(self.state.tiers.transfers)[place], ok=ok)
+            case ("arrive", kind):
+                self.arrive_as(kind)
+            case ("abort", place):
+                self.num_aborts -= 1
+                self.abort(self.here()[place])
+            case ("wait",):
+                self.now_us += SLICE_US
+            case _:
+                raise ValueError(step)
+        self.check_contents()
+
+    def check_state(self) -> None:
+        """Done once for each canonical state, not for each event that leads to it: see `search`."""
+
+    def arrive_as(self, kind: int) -> None:
+        self.to_come = tuple(k for k in self.to_come if k != kind)
+        asked, sequence_id = self.asked[kind], len(self.tokens)
+        self.kinds[sequence_id] = kind
+        parent = self._parent(kind) if asked.is_fork else None
+        length = len(asked.prompt)
+        request = Request(
+            sequence_id, length, asked.max_tokens, asked.priority, parent, False, asked.tenant, asked.preemptible
+        )
+        self._arrive(request, list(asked.prompt), asked.named)
+
+    def _parent(self, kind: int) -> int | None:
+        prompt = self.asked[kind].prompt
+        return next((i for i in self.here() if self.asked[self.kinds[i]].prompt == prompt), None)
+
+    def _may_arrive(self, kind: int) -> bool:
+        """Equal requests come in order; a fork while its parent is here."""
+        asked = self.asked[kind]
+        if any(self.asked[earlier] == asked for earlier in self.to_come if earlier < kind):
+            return False
+        return not asked.is_fork or self._parent(kind) is not None
+
+    def _stops(self) -> Iterator[tuple[int, ...]]:
+        """Which rows of the oldest plan may stop: none first, then any of those that sample and do not end anyway."""
+        rows = self.state.in_flight[0].rows
+        may_stop = [
+            index
+            for index, row in enumerate(rows)
+            if row.samples
+            and row.sequence_id not in self.ended
+            and len(self.output(row.sequence_id)) + 1 < self.requests[row.sequence_id].max_tokens
+        ]
+        for choice in product((False, True), repeat=len(may_stop)):
+            yield tuple(row for row, stops in zip(may_stop, choice) if stops)
+
+    def _finish(self, sequence_id: int, token: int) -> FinishReason | None:
+        return FinishReason.STOP if sequence_id in self.stops else super()._finish(sequence_id, token)
+
+    # ---- what every block must hold
+
+    def check_contents(self) -> None:
+        """Every block holds what its table or its name says, also if nobody reads it now. So what is in the blocks
+        follows from the scheduler's state, and need not be told apart from it."""
+        state, size = self.state, self.state.config.block_size
+        for sequence in state.running:
+            parked = state.tiers.parked.get(sequence.sequence_id)
+            fetched = {b for scatter in parked.scatters for _, b in scatter.pairs} if parked else set()
+            prints = self.prints(sequence.sequence_id)
+            for position in range(sequence.num_planned):
+                block_id = sequence.blocks[position // size]
+                if block_id not in fetched:
+                    found = self.cache.get(block_id * size + position % size)
+                    assert found == prints[position], "a block does not hold what its table says"
+        for name, block_id in state.pool.cached.items():
+            self._check_named(name, self._contents(block_id))
+        for tier in LOWER_TIERS:
+            self._check_tier(tier)
+
+    def _check_tier(self, tier: Tier) -> None:
+        transfers = self.state.tiers.transfers.values()
+        written = {b for t in transfers if t.tier is tier and not t.is_fetch for b in t.block_ids}
+        for name, block_id in pool_of(self.state.tiers, tier).cached.items():
+            if block_id not in written:
+                self._check_named(name, self.lower[tier, block_id])
+
+    def _check_named(self, name: bytes, contents: tuple[int | None, ...]) -> None:
+        expected = self.meaning(name)
+        assert contents[: len(expected)] == expected, "a block does not hold what its name says"
+
+    def meaning(self, name: bytes) -> tuple[int, ...]:
+        if len(name) == 32:
+            return _meanings(self.asked, self.state.config.block_size)[name]
+        sequence_id, _, place = name.partition(b":")
+        index, _, num_more = place.partition(b"+")
+        size = self.state.config.block_size
+        start = int(index) * size
+        return self.prints(int(sequence_id))[start : start + int(num_more or size)]
+
+    def prints(self, sequence_id: int) -> tuple[int, ...]:
+        salted = self.requests[sequence_id].fork_of is not None
+        asked = self.asked[self.kinds[sequence_id]]
+        return stream(asked.prompt, asked.max_tokens, sequence_id if salted else 0)[1]
+
+    def is_idle(self) -> bool:
+        return not (self.state.running or self.state.waiting.places or self.state.tiers.transfers)
+
+
+@cache
+def stream(prompt: tuple[int, ...], max_tokens: int, salt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """All tokens that a request can come to have, and the fingerprints of their prefixes. One more than it may have is
+    sampled ahead."""
+    tokens = list(prompt)
+    for _ in range(max_tokens + 1):
+        tokens.append((fingerprints(tokens)[-1] + salt) % 89 + 1)
+    return tuple(tokens), tuple(fingerprints(tokens))
+
+
+@cache
+def names_of_stream(prompt: tuple[int, ...], max_tokens: int, salt: int, size: int) -> tuple[bytes, ...]:
+    tokens, names = stream(prompt, max_tokens, salt)[0], [ROOT_HASH]
+    for start in range(0, len(tokens) - size + 1, size):
+        names.append(hash_block(names[-1], b"".join(t.to_bytes(4, "little") for t in tokens[start : start + size])))
+    return tuple(names[1:])
+
+
+@cache
+def _meanings(asked: tuple[Asked, ...], size: int) -> dict[bytes, tuple[int, ...]]:
+    """What a block of each name holds. Any sequence id may be the salt of a fork."""
+    found = {}
+    for one in asked:
+        for salt in range(len(asked)) if one.is_fork else (0,):
+            prints = stream(one.prompt, one.max_tokens, salt)[1]
+            for index, name in enumerate(names_of_stream(one.prompt, one.max_tokens, salt, size)):
+                found[name] = prints[index * size : index * size + size]
+    return found
