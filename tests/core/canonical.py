@@ -34,6 +34,10 @@ class Naming:
         self.blocks: dict[Any, dict[int, int]] = {Tier.DEVICE: {}, Tier.HOST: {}, Tier.DISK: {}}
         self.wanted = _wanted_names(model)
 
+    def number_blocks(self) -> None:
+        """Number all blocks but the clean ones, which are all alike."""
+        canonical(self)
+
     def block(self, block_id: int, tier: Tier = Tier.DEVICE) -> int:
         known = self.blocks[tier]
         return known.setdefault(block_id, len(known))

@@ -7,18 +7,33 @@ IRON = Asked((4, 5), 3, -1, "iron")  # of a better priority
 
 SMALL = (
     # Hardly room for both: the second takes the blocks of the first, once its slice is over.
-    Instance("way", (GOLD._replace(max_tokens=3), IRON), {"num_blocks": 3}, num_failures=0, num_aborts=1),
+    Instance("way", (GOLD._replace(max_tokens=3), IRON), {"num_blocks": 3}, 0, 0),
     Instance("failure", (GOLD, IRON), {"num_blocks": 3}, num_aborts=0),
     # A prefix in common, and one slot: whoever must wait is swapped.
-    Instance("slot", (GOLD, Asked((1, 2, 4), 2, -1, "iron")), {"num_blocks": 4, "max_num_seqs": 1}, num_aborts=1),
+    Instance("slot", (GOLD, Asked((1, 2, 4), 2, -1, "iron")), {"num_blocks": 4, "max_num_seqs": 1}, num_aborts=0),
     Instance("age", (GOLD, Asked((4, 5), 2, 1, "gold")), {"num_blocks": 3}, 0, 0, slices_to_age=2),
     Instance("fork", (Asked((1, 2, 3), 3), Asked((1, 2, 3), 3, is_fork=True)), {"num_host_blocks": 2}, 1, 1, waits=False),
     # Two lower tiers, neither with room for all.
-    Instance("disk", (GOLD, IRON), {"num_blocks": 3, "num_host_blocks": 1, "num_disk_blocks": 1}, 0, 2),
-    Instance("reserved", (GOLD._replace(preemptible=False), IRON), {"num_blocks": 3}, 0, 1),
+    Instance("disk", (GOLD, IRON), {"num_blocks": 3, "num_host_blocks": 1, "num_disk_blocks": 1}, 0, 1),
+    Instance("reserved", (GOLD._replace(preemptible=False), IRON), {"num_blocks": 3}, 0, 2),
     Instance("plain", (GOLD._replace(named=False), IRON), {"num_blocks": 3, "num_host_blocks": 0}, 0, 1),
     # Shares are judged by a few tokens, so that protection comes and goes.
     Instance("owed", (GOLD, Asked((4, 5), 3, 0, "iron")), {"num_blocks": 3}, 0, 0, min_sample=4),
+    # While one of a tenant that is owed runs and one is in line, a third of a better priority comes.
+    Instance(
+        "owed three",
+        (
+            Asked((1, 2, 6, 7), 1, 0, "gold"),
+            Asked((3,), 1, 1, "iron"),
+            Asked((4,), 2, 0, "iron"),
+            Asked((5,), 1, -1, "iron"),
+        ),
+        {"max_num_seqs": 1, "async_scheduling": False, "time_slice": 0},
+        0,
+        0,
+        waits=False,
+        min_sample=4,
+    ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
     # The first two crowd the third out; when the second stops, it comes back before the first has what it needs.
     Instance(

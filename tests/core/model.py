@@ -5,7 +5,7 @@ sequences by their place among those that are here, transfers by their place amo
 in the plan. Time moves on by `("wait",)`, one slice at a time; all other events together take less than one.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from pagedjax.core.plan import Tier
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
-from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.core.state import Phase, State, StepDone
+from pagedjax.core.tenants import DEFAULT_TENANT, PROMPT_COST, SAMPLE_COST, account
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from tests.core.world import World, fingerprints
 
@@ -125,6 +126,13 @@ class Model(World):
             yield ("wait",)
 
     def take(self, step: Step) -> None:
+        """Carry out a step, and check what it leaves behind, but for `invariants.check`."""
+        before, self.log = self.state, []
+        self._send(step)
+        self.check_contents()
+        self.check_service(before)
+
+    def _send(self, step: Step) -> None:
         match step:
             case ("due",):
                 self.due()
@@ -150,7 +158,6 @@ class Model(World):
                 self.now_us += SLICE_US
             case _:
                 raise ValueError(step)
-        self.check_contents()
 
     def check_state(self) -> None:
         """Done once for each canonical state, not for each event that leads to it: see `search`."""
@@ -237,6 +244,30 @@ class Model(World):
         salted = self.requests[sequence_id].fork_of is not None
         asked = self.asked[self.kinds[sequence_id]]
         return stream(asked.prompt, asked.max_tokens, sequence_id if salted else 0)[1]
+
+    # ---- who pays
+
+    def check_service(self, before: State) -> None:
+        """A new plan costs its tenants what it computes for the first time and what it samples, and what a finished
+        one has sampled in vain is given back; nothing else is booked."""
+        due: Counter[str] = Counter()
+        here = {s.sequence_id: s for s in self.state.running}
+        for plan in self.state.in_flight[-1:]:
+            for row in plan.rows if plan.plan_id >= before.next_plan_id else ():
+                sequence = here[row.sequence_id]
+                end = min(row.start + row.length, sequence.request.prompt_len)
+                num_new = max(0, end - max(row.start, sequence.stay.num_served))
+                due[sequence.request.tenant] += PROMPT_COST * num_new + SAMPLE_COST * row.samples
+        if self.log and isinstance(self.log[-1][0], StepDone):
+            ended = {s.sequence_id for s in before.running if s.phase in (Phase.FINISHING, Phase.ABORTING)}
+            for row in before.in_flight[0].rows:
+                if row.samples and row.sequence_id in ended:
+                    due[self.requests[row.sequence_id].tenant] -= SAMPLE_COST
+        booked = {
+            name: tenant.service - account(before.tenants, name).service
+            for name, tenant in self.state.tenants.accounts.items()
+        }
+        assert {n: x for n, x in booked.items() if x} == {n: x for n, x in due.items() if x}, "a tenant pays wrongly"
 
     def is_idle(self) -> bool:
         return not (self.state.running or self.state.waiting.places or self.state.tiers.transfers)
