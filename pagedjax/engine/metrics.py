@@ -14,6 +14,7 @@ from pagedjax.core.state import State
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+_SWITCH_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -30,15 +31,26 @@ class EngineMetrics:
         self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled and kept.")
         self.cached_tokens = self._counter("pagedjax_prefix_cache_hit_tokens", "Tokens taken from the prefix cache.")
         self.queried_tokens = self._counter("pagedjax_prefix_cache_query_tokens", "Prompt tokens looked up in it.")
-        self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions, by recomputation.")
+        self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions.", "reason", "method")
         self.recomputed_tokens = self._counter("pagedjax_recomputed_tokens", "Tokens lost to preemptions.")
+        self.swap_bytes = self._counter("pagedjax_swap_bytes", "Moved between tiers.", "tier", "direction")
+        self.swap_failures = self._counter("pagedjax_swap_failures", "Transfers that failed.", "tier", "direction")
         self.discarded_tokens = self._counter("pagedjax_discarded_tokens", "Sampled behind a late stop or abort.")
         self.faulty_rows = self._counter("pagedjax_faulty_rows", "Rows whose logits were not finite.")
         self.recompiles = self._counter("pagedjax_recompiles", "Programs compiled after warm-up.")
+        self.step_failures = self._counter("pagedjax_step_failures", "Steps that lost the device's cache.")
         self.steps = self._counter("pagedjax_steps", "Steps done.")
         self.step_tokens = self._histogram("pagedjax_step_tokens", "Tokens in a step.", _TOKENS)
         self.step_time = self._counter("pagedjax_step_time_seconds", "Time of the step loop, by phase.", "phase")
         self.queue_time = self._histogram("pagedjax_request_wait_time_seconds", "Arrival to first step.", _LATENCY_S)
+        self.state_save_time = self._histogram(
+            "pagedjax_state_save_time_seconds", "Blocks gathered to blocks in their tier.", _SWITCH_S
+        )
+        self.context_switch_time = self._histogram(
+            "pagedjax_context_switch_time_seconds",
+            "Decision to preempt by rank to another's first row.",
+            _SWITCH_S,
+        )
         self.ttft = self._histogram("pagedjax_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S)
         self.itl = self._histogram("pagedjax_inter_token_latency_seconds", "Between tokens of a sequence.", _TOKEN_S)
         self.e2e = self._histogram("pagedjax_request_latency_seconds", "Arrival to last token.", _LATENCY_S)
