@@ -27,26 +27,31 @@ class Order(NamedTuple):
         return request.priority, due, sequence.arrival_us, request.sequence_id
 
 
+STAYS = (Phase.RUNNING, Phase.FETCHING)
+
+
 def num_to_compute(sequence: Sequence) -> int:
     """Tokens of a running sequence that no plan covers yet. One that has sampled its last token only awaits it."""
     request, num_expected = sequence.request, sequence.num_expected
     if sequence.phase is not Phase.RUNNING or num_expected - request.prompt_len >= request.max_tokens:
+        return 0
+    if request.needs_confirmation and num_expected > sequence.num_tokens:
         return 0
     return num_expected - sequence.num_planned
 
 
 def victim_index(running: Rows[Sequence], beneficiary: int) -> int | None:
     """Who gives up its blocks for `running[beneficiary]` (best rank first in `running`): the lowest rank that still
-    runs, the beneficiary itself if nobody ranks below it, and never the top."""
+    runs (or is about to), the beneficiary itself if nobody ranks below it, and never the top."""
     for index in range(len(running) - 1, max(beneficiary, 1) - 1, -1):
-        if running[index].phase is Phase.RUNNING:
+        if running[index].phase in STAYS:
             return index
     return None
 
 
 def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
     """Blocks that sequences on their way out will free when the steps in flight are done."""
-    given = Counter(chain.from_iterable(s.blocks for s in running if s.phase is not Phase.RUNNING))
+    given = Counter(chain.from_iterable(s.blocks for s in running if s.phase not in STAYS))
     return sum(pool.counts[block_id] == count for block_id, count in given.items())
 
 
@@ -61,5 +66,5 @@ def num_blocks_promised(running: Rows[Sequence], block_size: int) -> int:
     return sum(
         max(0, num_blocks_for(s.num_expected, block_size) - len(s.blocks))
         for s in running
-        if s.phase is Phase.RUNNING and s.num_expected - s.num_planned > 1
+        if (s.phase is Phase.RUNNING and s.num_expected - s.num_planned > 1) or s.phase is Phase.FETCHING
     )

@@ -4,6 +4,9 @@ The device is a dictionary from slot to a fingerprint of the whole prefix that e
 cached position it reads holds its own prefix, as the steps before left it, then writes its own. So a block that is
 shared wrongly, read before it was computed or reused too early is seen at once, and the token that a row samples, a
 function of its fingerprint, is the same however the sequence was scheduled. `check` runs after every event.
+
+Lower tiers are dictionaries of blocks of such fingerprints, and hold rubbish while they are written. A gather reads the
+cache when its effect is carried out, a fetch its tier when it is done; transfers end in any order, or fail.
 """
 
 import random
@@ -12,7 +15,7 @@ from typing import Any
 
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
-from pagedjax.core.plan import Row, RowResult, StepPlan
+from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
 from pagedjax.core.policy import Order
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
@@ -20,8 +23,11 @@ from pagedjax.core.scheduler import init, update
 from pagedjax.core.state import (
     Aborted,
     Arrived,
+    CopyBlocks,
+    Discard,
     Effect,
     Event,
+    Fetch,
     Finish,
     Phase,
     Preempt,
@@ -31,6 +37,9 @@ from pagedjax.core.state import (
     State,
     StepDone,
     StepDue,
+    StepFailed,
+    SwapOut,
+    TransferDone,
 )
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.core.waiting import in_rank_order
@@ -45,18 +54,31 @@ SMALL = {
 }
 
 
-class World:
-    """`stop_every` ends a sequence whenever the sampled token is a multiple of it."""
+RUBBISH = (-1,)
+Contents = tuple[int | None, ...]  # of one block, by offset
 
-    def __init__(self, *, stop_every: int = 0, **limits: Any) -> None:
+
+class World:
+    """`stop_every` ends a sequence whenever the sampled token is a multiple of it; `fork_every` forks a beam then.
+
+    A step that contains one of `poison` fails.
+    """
+
+    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, **limits: Any) -> None:
         self.state: State = init(SchedulerConfig(**(SMALL | limits)))
-        self.stop_every = stop_every
+        self.stop_every, self.fork_every = stop_every, fork_every
+        self.poison: set[int] = set()
         self.tenants = [DEFAULT_TENANT, *dict(self.state.config.tenant_weights)]
         self.now_us = 0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}  # what the host knows, by sequence id
         self.on_device: dict[int, list[int]] = {}  # and what was sampled ahead of it
+        self.unnamed: set[int] = set()  # whose blocks have no hashes
         self.cache: dict[int, int] = {}
+        self.lower: dict[tuple[Tier, int], Contents] = {}
+        self.outgoing: dict[int, tuple[SwapOut, list[Contents]]] = {}
+        self.fetching: dict[int, Fetch] = {}
+        self.staged: dict[int, list[Contents]] = {}
         self.sampled: deque[dict[int, int]] = deque()
         self.ended: set[int] = set()
         self.finished: dict[int, FinishReason] = {}
@@ -69,14 +91,36 @@ class World:
     # ---- events
 
     def arrive(
-        self, prompt: int | list[int], max_tokens: int = 4, priority: int = 0, tenant: str = DEFAULT_TENANT
+        self,
+        prompt: int | list[int],
+        max_tokens: int = 4,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        named: bool = True,
+        beam: bool = False,
     ) -> int:
         """A request: a prompt of so many tokens, equal to no other one, or these tokens."""
         sequence_id = len(self.tokens)
         if isinstance(prompt, int):
             prompt = [1000 * (sequence_id + 1) + i for i in range(prompt)]
+        request = Request(sequence_id, len(prompt), max_tokens, priority, None, beam, tenant)
+        return self._arrive(request, prompt, named)
+
+    def arrive_as_fork(self, parent: int) -> int:
+        """One more sample of the same prompt."""
+        request = self.requests[parent]
+        prompt, sequence_id = self.tokens[parent][: request.prompt_len], len(self.tokens)
+        request = request._replace(sequence_id=sequence_id, fork_of=parent)
+        # Fingerprints tell tokens apart, not samples, so another sample is one that stops elsewhere.
+        return self._arrive(request, prompt, parent not in self.unnamed)
+
+    def _arrive(self, request: Request, prompt: list[int], named: bool) -> int:
+        sequence_id = request.sequence_id
         self.tokens[sequence_id], self.on_device[sequence_id] = list(prompt), list(prompt)
-        request = self.requests[sequence_id] = Request(sequence_id, len(prompt), max_tokens, priority, tenant=tenant)
+        self.requests[sequence_id] = request
+        if not named:
+            self.unnamed.add(sequence_id)
         self.send(Arrived(request, self.names(sequence_id), self.tick()))
         return sequence_id
 
@@ -92,9 +136,35 @@ class World:
 
     def done(self) -> tuple[Effect, ...]:
         """Tell the scheduler what the oldest step in flight gave."""
+        if any(row.sequence_id in self.poison for row in self.state.in_flight[0].rows):
+            return self.fail()
         plan, sampled = self.state.in_flight[0], self.sampled.popleft()
         results = tuple(self._result(row, sampled.get(row.sequence_id)) for row in plan.rows)
         return self.send(StepDone(plan.plan_id, results, self.tick()))
+
+    def fail(self, *suspects: int) -> tuple[Effect, ...]:
+        """The oldest step in flight fails, and the device loses its cache."""
+        self.sampled.clear()
+        self.cache.clear()
+        self.on_device = {sequence_id: list(tokens) for sequence_id, tokens in self.tokens.items()}
+        return self.send(StepFailed(self.state.in_flight[0].plan_id, suspects, self.tick()))
+
+    def transfer(self, transfer_id: int | None = None, *, ok: bool = True) -> tuple[Effect, ...]:
+        """A transfer ends, or fails; the oldest one, if none is named."""
+        if transfer_id is None:
+            transfer_id = min(self.state.tiers.transfers)
+        if transfer_id in self.outgoing:
+            swap_out, contents = self.outgoing.pop(transfer_id)
+            for (_, block_id), content in zip(swap_out.moves, contents):
+                self.lower[swap_out.tier, block_id] = content if ok else RUBBISH
+        else:
+            fetch = self.fetching.pop(transfer_id)
+            if ok:
+                self.staged[transfer_id] = [self.lower[fetch.tier, block_id] for block_id in fetch.block_ids]
+                assert RUBBISH not in self.staged[transfer_id], "a copy is read that is not there"
+            else:
+                self.lower.update({(fetch.tier, block_id): RUBBISH for block_id in fetch.block_ids})
+        return self.send(TransferDone(transfer_id, ok, self.tick()))
 
     def step(self) -> StepPlan | None:
         """One whole step; whatever is in flight is done first and last."""
@@ -112,10 +182,16 @@ class World:
             plan = self.due()
             num_plans += plan is not None
             if plan is None or len(self.state.in_flight) == self.state.config.max_steps_in_flight:
+                if self.state.tiers.transfers and (plan is None or num_plans % 2):
+                    self.transfer()
+                    continue
                 assert self.state.in_flight, "stuck: there is work, but nothing is planned and nothing is in flight"
                 self.done()
         while self.state.in_flight:
             self.done()
+        while self.state.tiers.transfers:
+            self.transfer()
+        assert not self.staged, "staging is never freed"
         return num_plans
 
     def send(self, event: Event) -> tuple[Effect, ...]:
@@ -123,8 +199,9 @@ class World:
         self.state, effects = update(before, event)
         self.log.append((event, effects))
         check(self.state)
-        self._check_victims(before)
-        self._check_admissions(before)
+        if isinstance(event, StepDue):
+            self._check_victims(before)
+            self._check_admissions(before)
         for effect in effects:
             self._carry_out(effect)
         self._check_conservation()
@@ -156,6 +233,8 @@ class World:
 
     def names(self, sequence_id: int) -> tuple[bytes, ...]:
         """The names of the full blocks of a sequence's tokens so far."""
+        if sequence_id in self.unnamed:
+            return ()
         tokens, size, names = self.tokens[sequence_id], self.state.config.block_size, [ROOT_HASH]
         for start in range(0, len(tokens) - size + 1, size):
             names.append(hash_block(names[-1], b"".join(t.to_bytes(4, "little") for t in tokens[start : start + size])))
@@ -176,7 +255,17 @@ class World:
         match effect:
             case RunStep(plan):
                 self._execute(plan)
-            case Preempt(sequence_id, _):
+            case CopyBlocks(pairs):
+                for source, target in pairs:
+                    self._fill(target, self._contents(source))
+            case SwapOut(transfer_id, tier, moves):
+                self.outgoing[transfer_id] = effect, [self._contents(block_id) for block_id, _ in moves]
+                self.lower.update({(tier, block_id): RUBBISH for _, block_id in moves})
+            case Fetch(transfer_id):
+                self.fetching[transfer_id] = effect
+            case Discard(transfer_id):
+                del self.staged[transfer_id]
+            case Preempt(sequence_id):
                 self.preempted.append(sequence_id)
             case Finish(sequence_id, reason):
                 assert sequence_id not in self.finished, f"{sequence_id} finishes twice"
@@ -184,7 +273,27 @@ class World:
             case Reject(sequence_id, _, _):
                 self.rejected[sequence_id] = effect
 
+    def _contents(self, block_id: int) -> Contents:
+        size = self.state.config.block_size
+        return tuple([self.cache.get(slot) for slot in range(block_id * size, block_id * size + size)])
+
+    def _fill(self, block_id: int, contents: Contents) -> None:
+        """Put what was in one block into another. Nothing of what was there before is left."""
+        size = self.state.config.block_size
+        for offset, fingerprint in enumerate(contents):
+            self.cache.pop(block_id * size + offset, None)
+            if fingerprint is not None:
+                self.cache[block_id * size + offset] = fingerprint
+
+    def _scatter(self, scatter: Scatter) -> None:
+        staged = self.staged.pop(scatter.transfer_id)
+        assert [index for index, _ in scatter.pairs] == list(range(len(staged))), "fetched blocks are not all scattered"
+        for index, block_id in scatter.pairs:
+            self._fill(block_id, staged[index])
+
     def _execute(self, plan: StepPlan) -> None:
+        for scatter in plan.scatters:
+            self._scatter(scatter)
         for row in plan.rows:
             self._check_reads(row)
         written = [slot for row in plan.rows for slot in self._write(row)]
@@ -193,7 +302,7 @@ class World:
         self.num_computed += plan.num_tokens
 
     def _check_reads(self, row: Row) -> None:
-        prints = fingerprints(self.on_device[row.sequence_id][: row.start])
+        prints = fingerprints(self.on_device[row.sequence_id][: row.start + (not row.writes)])
         for position, fingerprint in enumerate(prints):
             found = self.cache.get(self._slot(row, position))
             assert found == fingerprint, f"{row} reads a foreign token at {position}"
@@ -203,13 +312,17 @@ class World:
         prints = fingerprints(self.on_device[row.sequence_id][:end])
         assert len(prints) == end, f"{row} goes past the tokens that are there"
         assert row.samples == (end == len(self.on_device[row.sequence_id])), f"{row} samples at the wrong place"
+        if not row.writes:
+            return []
         slots = [self._slot(row, position) for position in range(row.start, end)]
         self.cache.update(zip(slots, prints[row.start :]))
         return slots
 
     def _sample(self, row: Row) -> int:
         tokens = self.on_device[row.sequence_id]
-        tokens.append(fingerprints(tokens)[-1] % 89 + 1)
+        # Samples of one prompt differ, in their first token at least.
+        salt = row.sequence_id if self.requests[row.sequence_id].fork_of is not None else 0
+        tokens.append((fingerprints(tokens)[-1] + salt) % 89 + 1)
         return tokens[-1]
 
     def _slot(self, row: Row, position: int) -> int:
@@ -217,7 +330,8 @@ class World:
         return row.blocks[position // size] * size + position % size
 
     def _result(self, row: Row, token: int | None) -> RowResult:
-        sequence_id, num_named = row.sequence_id, len(self.names(row.sequence_id))
+        sequence_id = row.sequence_id
+        num_named = 0 if sequence_id in self.unnamed else (row.start + row.length) // self.state.config.block_size
         if token is None or sequence_id in self.ended:
             self.num_discarded += token is not None
             return RowResult(sequence_id, 0)
@@ -225,7 +339,24 @@ class World:
         finish = self._finish(sequence_id, token)
         if finish is not None:
             self.ended.add(sequence_id)
-        return RowResult(sequence_id, 1, finish, self.names(sequence_id)[num_named:])
+        return RowResult(sequence_id, 1, finish, self.names(sequence_id)[num_named:], self._children(row, token))
+
+    def _children(self, row: Row, token: int) -> tuple[Fork, ...]:
+        """A beam goes on with other tokens too, unless it has only one more to go."""
+        request = self.requests[row.sequence_id]
+        num_left = request.max_tokens - len(self.output(row.sequence_id))
+        if not request.needs_confirmation or not self.fork_every or token % self.fork_every or num_left < 2:
+            return ()
+        forks, num_named = [], (row.start + row.length) // self.state.config.block_size
+        for step in range(1, 2 + token % 2):
+            sequence_id = len(self.tokens)
+            tokens = [*self.tokens[row.sequence_id][: row.start + row.length], token + 100 * step]
+            self.tokens[sequence_id], self.on_device[sequence_id] = tokens, list(tokens)
+            self.requests[sequence_id] = request._replace(sequence_id=sequence_id, fork_of=None)
+            if row.sequence_id in self.unnamed:
+                self.unnamed.add(sequence_id)
+            forks.append(Fork(sequence_id, self.names(sequence_id)[num_named:]))
+        return tuple(forks)
 
     def _finish(self, sequence_id: int, token: int) -> FinishReason | None:
         if self.stop_every and token % self.stop_every == 0:
@@ -246,13 +377,14 @@ class World:
 
     def _check_admissions(self, before: State) -> None:
         """Whoever is admitted has room for all its tokens and a block of headroom; in some order of admission."""
-        size, num_free = self.state.config.block_size, before.pool.num_free
+        size, num_free, held = self.state.config.block_size, before.pool.num_free, set(before.pool.counts)
         needs = []
         for sequence in self.state.running:
             if sequence.sequence_id in before.waiting.places:
-                num_shared = sequence.num_cached // size
+                num_shared = len(held.intersection(sequence.blocks))
                 num_needed = num_blocks_for(min(sequence.num_tokens + size, sequence.max_len), size) - num_shared
                 needs.append((num_needed, len(sequence.blocks) - num_shared))
+                held.update(sequence.blocks)
         # If any order works, then this one: those who need the most beyond what they take go first.
         for num_needed, num_taken in sorted(needs, key=lambda need: need[1] - need[0]):
             assert num_needed <= num_free, "a sequence was admitted without headroom"
@@ -276,8 +408,10 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
     """A small world, often short of everything, after that many random events and then run until it is empty."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])
+    tiers = rng.choice([(0, 0), (3, 0), (12, 0), (4, 6), (0, 10)])
     world = World(
         stop_every=rng.choice([0, 5]),
+        fork_every=rng.choice([0, 3]),
         **{
             "block_size": block_size,
             "num_blocks": rng.randint(5, 24),
@@ -287,6 +421,10 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
             "async_scheduling": rng.random() < 0.7,
             "enable_prefix_caching": rng.random() < 0.8,
             "max_queued_requests": rng.choice([3, 100]),
+            "num_host_blocks": tiers[0],
+            "num_disk_blocks": tiers[1],
+            "preemption_method": rng.choice(["auto", "swap", "swap", "recompute"]),
+            "swap_us_per_block": rng.choice([0, 100, 400]),
             "tenant_weights": rng.choice([{}, {"gold": 3, "silver": 2}]),
             **limits,
         },
@@ -300,12 +438,23 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
 
 def random_event(world: World, rng: random.Random) -> None:
     choice = rng.random()
-    if choice < 0.2:
+    if choice < 0.15:
         prompt = [7] * rng.randint(0, 8) + [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
-        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1), rng.choice(world.tenants))
-    elif choice < 0.25 and world.tokens:
+        named, beam = rng.random() < 0.8, rng.random() < 0.2
+        tenant = rng.choice(world.tenants)
+        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1), tenant, named=named, beam=beam)
+    elif choice < 0.18 and world.tokens:
+        parent = rng.randrange(len(world.tokens))
+        for _ in range(rng.randint(1, 3)):
+            world.arrive_as_fork(parent)
+    elif choice < 0.23 and world.tokens:
         world.abort(rng.randrange(len(world.tokens)))
-    elif choice < 0.65:
+    elif choice < 0.55:
         world.due()
+    elif choice < 0.57 and world.state.in_flight:
+        rows = world.state.in_flight[0].rows
+        world.fail(*rng.sample([row.sequence_id for row in rows], rng.randint(0, min(2, len(rows)))))
+    elif choice < 0.7 and world.state.tiers.transfers:
+        world.transfer(rng.choice(sorted(world.state.tiers.transfers)), ok=rng.random() < 0.85)
     elif world.state.in_flight:
         world.done()
