@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.config import PreemptionMethod, SchedulerConfig
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.config import RuntimeConfig
@@ -37,12 +37,18 @@ class EngineConfig:
     block_size: int = _option(16, "memory", "tokens in a KV block, a power of two")
     kv_cache_memory: float | None = _option(None, "memory", "GiB for the KV cache")
     num_gpu_blocks_override: int | None = _option(None, "memory", "number of KV blocks, instead of a size in GiB")
+    swap_space: float = _option(0.0, "memory", "GiB of host memory for the blocks of preempted sequences")
+    swap_space_disk: float = _option(0.0, "memory", "GiB on disk for those that the host has no room for")
+    swap_dir: str | None = _option(None, "memory", "where the disk's part lies, a file that leaves no trace")
     enable_prefix_caching: bool = _option(True, "memory", "share blocks between prompts with equal beginnings")
 
     max_num_seqs: int = _option(64, "scheduling", "most sequences that run at once")
     max_num_batched_tokens: int | None = _option(None, "scheduling", "most tokens in one step")
     enable_chunked_prefill: bool = _option(True, "scheduling", "split long prompts over several steps")
     async_scheduling: bool = _option(True, "scheduling", "plan a step while the one before it runs")
+    preemption_method: PreemptionMethod = _option(
+        "auto", "scheduling", "what becomes of a victim's blocks; auto is the faster"
+    )
     max_queued_requests: int = _option(1024, "scheduling", "most requests that wait; more are refused (429)")
     max_queued_tokens: int = _option(2_000_000, "scheduling", "most prompt tokens that wait; more are refused (429)")
 
@@ -57,6 +63,8 @@ class EngineConfig:
         model_len = _or(self.max_model_len, 1)
         tokens = _or(self.max_num_batched_tokens, max(self.max_num_seqs, model_len))
         self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
+        if self.preemption_method == "swap" and not (self.swap_space or self.swap_space_disk):
+            raise ConfigError("preemption_method swap has nowhere to swap to; set --swap-space or --swap-space-disk")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in 0..2^63 - 1, not {self.seed}; set --seed")
 
@@ -70,6 +78,9 @@ class EngineConfig:
         return RuntimeConfig(
             kv_cache_memory=self.kv_cache_memory,
             num_gpu_blocks_override=self.num_gpu_blocks_override,
+            swap_space=self.swap_space,
+            swap_space_disk=self.swap_space_disk,
+            swap_dir=self.swap_dir,
             compilation_cache_dir=self.compilation_cache_dir,
             num_compile_threads=os.cpu_count() or 1,
         )
@@ -94,6 +105,7 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             async_scheduling=self.async_scheduling,
+            preemption_method=self.preemption_method,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
         )
@@ -111,8 +123,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
             "lower --max-model-len"
         )
     enough_tokens = _max_num_batched_tokens(config, max_model_len, platform)
+    swap_dir = config.swap_dir or (str(home_directory() / "swap") if config.swap_space_disk else None)
     return replace(
         config,
+        swap_dir=swap_dir,
         dtype=_dtype(config.dtype, platform),
         max_model_len=max_model_len,
         max_num_batched_tokens=_or(config.max_num_batched_tokens, enough_tokens),

@@ -9,7 +9,7 @@ from pagedjax.core.invariants import check
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.state import Phase
 from pagedjax.engine.outputs import EngineError, add_update, empty_output
-from tests.engine.fakes import CRASH, EOS, POISON, make_engine, num_preemptions, texts
+from tests.engine.fakes import EOS, POISON, make_engine, num_preemptions, texts
 
 
 def params(**fields) -> SamplingParams:
