@@ -6,7 +6,7 @@ step n + 1 is planned and dispatched before the ids of step n are read.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pagedjax.core.config import SchedulerConfig
@@ -27,6 +27,7 @@ from pagedjax.core.state import (
     RunStep,
     StepDone,
     StepDue,
+    SwapOut,
 )
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
@@ -182,9 +183,12 @@ class Engine:
 
     def _send(self, event: Event) -> None:
         self.state, effects = update(self.state, event)
-        self._carry_out(effects)
+        if effects:
+            self._carry_out(effects)
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: tuple[Effect, ...]) -> None:
+        if any(isinstance(effect, Preempt) for effect in effects):
+            self._note_parked(effects)
         for effect in effects:
             match effect:
                 case RunStep(plan):
@@ -216,6 +220,14 @@ class Engine:
         # An aborted request is gone from there, and another may have its id by now.
         if not group.members and self._groups.get(request_id) is group:
             del self._groups[request_id]
+
+    def _note_parked(self, effects: tuple[Effect, ...]) -> None:
+        """Count the blocks of the preempted that lower tiers keep: those copied now, and those that had a copy."""
+        num_dirty = sum([len(effect.moves) for effect in effects if isinstance(effect, SwapOut)])
+        parked = [self.state.tiers.parked.get(e.sequence_id) for e in effects if isinstance(e, Preempt)]
+        num_kept = sum([len(one.copies) for one in parked if one is not None])
+        self.metrics.parked_blocks.labels("dirty").inc(num_dirty)
+        self.metrics.parked_blocks.labels("clean").inc(max(num_kept - num_dirty, 0))
 
     def _note_preemption(self, effect: Preempt) -> None:
         self._live[effect.sequence_id].is_running = False

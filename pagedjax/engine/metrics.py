@@ -34,6 +34,7 @@ class EngineMetrics:
         self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions.", "reason", "method")
         self.recomputed_tokens = self._counter("pagedjax_recomputed_tokens", "Tokens lost to preemptions.")
         self.swap_bytes = self._counter("pagedjax_swap_bytes", "Moved between tiers.", "tier", "direction")
+        self.parked_blocks = self._counter("pagedjax_parked_blocks", "Kept in a lower tier, copied or not.", "copy")
         self.swap_failures = self._counter("pagedjax_swap_failures", "Transfers that failed.", "tier", "direction")
         self.discarded_tokens = self._counter("pagedjax_discarded_tokens", "Sampled behind a late stop or abort.")
         self.faulty_rows = self._counter("pagedjax_faulty_rows", "Rows whose logits were not finite.")

@@ -1,6 +1,7 @@
 """A device and a vocabulary simple enough to reason about: 64 tokens, the next token follows from the last one."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -144,11 +145,15 @@ class CountingRunner:
         return sampled
 
 
-def make_engine(**options) -> Engine:
+def make_engine(
+    *, num_host_blocks: int = 0, num_disk_blocks: int = 0, preemption_method: str = "auto", **options
+) -> Engine:
     limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = EngineConfig(model="counting", **{**limits, "num_gpu_blocks_override": 64, **options})
+    tiers = {"num_host_blocks": num_host_blocks, "num_disk_blocks": num_disk_blocks}
+    scheduler = replace(config.scheduler(config.num_gpu_blocks_override), **tiers, preemption_method=preemption_method)
     runner = CountingRunner(num_slots=config.max_num_seqs, block_size=config.block_size)
-    return Engine(config, config.scheduler(config.num_gpu_blocks_override), runner, LetterTokenizer())
+    return Engine(config, scheduler, runner, LetterTokenizer())
 
 
 def texts(engine: Engine, requests: Sequence) -> list[str]:

@@ -169,15 +169,47 @@ def test_blocks_of_a_failed_row_are_not_shared():
     assert_nothing_is_left(engine)
 
 
-def test_an_engine_whose_step_failed_says_so_ever_after():
+def test_an_engine_whose_step_failed_goes_on():
     engine = make_engine()
     engine.runner.fail_at_plan = 1
-    engine.add(engine.prepare("abc", params(), request_id="r"))
-    with pytest.raises(RuntimeError, match="the device fell over"):
-        engine.step()
+    assert run(engine, "abc").outputs[0].text == "defgh"
+    assert engine.runner.num_resets == 2
+    assert_nothing_is_left(engine)
+
+
+def test_a_device_that_fails_every_step_ends_the_engine():
+    engine = make_engine()
+    engine.runner.dispatch = broken
+    for i in range(40):
+        engine.add(engine.prepare("abc", params(), request_id=str(i)))
+    with pytest.raises(EngineError, match=r"17 steps in a row failed.*the device is gone"):
+        run_to_the_end(engine)
     for _ in range(2):
         with pytest.raises(EngineError, match="cannot go on"):
             engine.step()
+
+
+def run_to_the_end(engine):
+    while engine.has_work:
+        engine.step()
+
+
+def broken(plan):
+    raise RuntimeError("the device is gone")
+
+
+def test_a_step_that_is_broken_off_ends_the_engine():
+    engine = make_engine()
+    engine.add(engine.prepare("abc", params(), request_id="r"))
+    engine.runner.dispatch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineError, match="cannot go on"):
+        engine.step()
+
+
+def interrupted(plan):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
