@@ -9,27 +9,23 @@ import dataclasses
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
-from operator import index
 from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
-from pagedjax.core.errors import ConfigError, RequestError
+from pagedjax.core.errors import ConfigError
 from pagedjax.core.request import RequestOutput, SamplingParams
 from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.inputs import Messages, Prompt, each_conversation, each_prompt, one_each
 from pagedjax.engine.outputs import add_update, empty_output
 from pagedjax.engine.submission import Submission, within_room
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.weights.store import ProgressBar
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -46,21 +42,23 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Iterable[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete each prompt: a string, a list of token ids, or vLLM's {"prompt": …} or {"prompt_token_ids": …}.
+        """Complete each prompt: a string, token ids, or vLLM's {"prompt": …} or {"prompt_token_ids": …}.
 
-        `sampling_params` and `priority` are for all prompts, or one each. Results are in the prompts' order. As in
-        vLLM, output ends where the context does, whatever `max_tokens`. Raises RequestError, and runs nothing, if any
-        request is out of bounds, and EngineError if the model gives logits that are not finite.
+        Any iterables serve as lists, and arrays of integers; no prompts give no results. `sampling_params` and
+        `priority` are for all prompts, or one each. Results are in the prompts' order. As in vLLM, output ends where
+        the context does, whatever `max_tokens`. Raises RequestError, and runs nothing, if any request is out of
+        bounds or no prompt at all, and EngineError if the model gives logits that are not finite.
         """
-        many = _prompts(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(many))
-        priorities = _one_each("priority", priority, len(many))
+        many = each_prompt(prompts)
+        one = SamplingParams() if sampling_params is None else sampling_params
+        params = one_each("sampling_params", one, SamplingParams, len(many))
+        priorities = one_each("priority", priority, int, len(many))
         requests = [
             self.engine.prepare(prompt, p, request_id=str(next(self._ids)), priority=rank)
             for prompt, p, rank in zip(many, params, priorities, strict=True)
@@ -70,20 +68,21 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Iterable[Messages],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answer each conversation: a list of {"role": …, "content": …}, or a list of such lists."""
-        many: Sequence[Messages] = [messages] if messages and isinstance(messages[0], Mapping) else messages  # type: ignore[list-item, assignment]
         tokenizer = self.get_tokenizer()
         texts = [
-            tokenizer.apply_chat_template(list(each), add_generation_prompt=add_generation_prompt) for each in many
+            tokenizer.apply_chat_template(each, add_generation_prompt=add_generation_prompt)
+            for each in each_conversation(messages)
         ]
         # The template writes the special tokens itself.
-        token_ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        max_len = self.engine.state.config.max_model_len
+        token_ids = [tokenizer.encode(text, add_special_tokens=False, max_len=max_len) for text in texts]
         outputs = self.generate(token_ids, sampling_params, use_tqdm=use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
@@ -152,35 +151,3 @@ def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     unlimited = {"max_queued_requests": 2**62, "max_queued_tokens": 2**62}
     return EngineConfig(model=model, **{**unlimited, **options})
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
-        return [_prompt(prompts)]  # type: ignore[arg-type]
-    return [_prompt(prompt) for prompt in prompts]  # type: ignore[arg-type]
-
-
-def _prompt(prompt: Prompt) -> str | list[int]:
-    if isinstance(prompt, Mapping):
-        fields = set(prompt) & {"prompt", "prompt_token_ids"}
-        if len(fields) != 1 or len(prompt) != 1:
-            raise RequestError("a prompt given as a dict has either prompt or prompt_token_ids", param="prompt")
-        prompt = prompt[fields.pop()]
-    if isinstance(prompt, str):
-        return prompt
-    refused = RequestError("a prompt is a string or a list of token ids", param="prompt")
-    if isinstance(prompt, bytes | bytearray):
-        # Their items are integers too, but nobody means token ids by them.
-        raise refused
-    try:
-        return [index(token_id) for token_id in prompt]
-    except TypeError:
-        raise refused from None
-
-
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} entries for {count} prompts", param=name)
-    return list(value)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, pallas_triton, reference, xla
+from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, native, pallas_triton, reference, xla
 
 
 class Candidate(NamedTuple):
@@ -36,6 +36,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "ragged_attention": (
             Candidate(pallas_triton.BACKEND, pallas_triton.refuse),
+            Candidate(native.BACKEND, native.refuse),
             Candidate(xla.BACKEND, _always),
             Candidate(pallas_triton.INTERPRETED, pallas_triton.refuse_interpreted, only_when_wished=True),
             Candidate(reference.BACKEND, _always, only_when_wished=True),

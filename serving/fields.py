@@ -1,6 +1,6 @@
-"""Checks of single JSON values. Each returns the value in its Python type or raises RequestError naming the field."""
+"""Checks of JSON values. Each returns the value in its Python type or raises RequestError naming the field."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagedjax.core.errors import RequestError
@@ -71,6 +71,22 @@ def one_of(*allowed: Any) -> Check:
 
 def refused(value: Any, name: str) -> Any:
     raise unsupported(name)
+
+
+def known_fields(body: dict[str, Any], table: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
+    """The fields that are not null, each checked."""
+    unknown = next((name for name in body if name not in table), None)
+    if unknown is not None:
+        name = f"{prefix}{unknown[:100]}"
+        raise RequestError(f"unrecognized field {name}", param=name, code="unknown_parameter")
+    return {name: table[name](value, f"{prefix}{name}") for name, value in body.items() if value is not None}
+
+
+def required(given: Mapping[str, Any], name: str, prefix: str = "") -> Any:
+    if name not in given:
+        path = f"{prefix}{name}"
+        raise RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    return given[name]
 
 
 def wrong(value: Any, name: str, wanted: str) -> RequestError:

@@ -152,8 +152,6 @@ class Generation:
         async with aclosing(merged(self._streams)) as deltas:
             async for prompt_index, delta in deltas:
                 choice = self._choices[prompt_index * self._call.params.n + delta.index]
-                if delta.finish_reason == FinishReason.ABORT:
-                    raise errors.shutting_down()
                 if isinstance(self._call, CompletionCall) and self._call.score_only:
                     delta = _Unshown(delta.index)
                 choice.finish_reason = delta.finish_reason

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 from pagedjax.core.request import Logprob
 from serving import sse
+from serving.inputs import Prompt
 from serving.interfaces import Delta, Stream, Tokenizer, TokenLogprobs
+from serving.offsets import TextOffsets
 from serving.schemas import ChatCall, CompletionCall
 
 # JSON has no -inf, and clients take exp() of what they get.
@@ -37,7 +39,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    text_offset: int = 0
+    offsets: TextOffsets | None = None
     begun: bool = False
 
     def add(self, delta: Delta) -> None:
@@ -66,13 +68,12 @@ class CompletionRendering:
     def begin(self, choice: Choice) -> bytes:
         if not self._call.echo:
             return b""
-        prompt_tokens = _prompt_tokens(choice.stream)
-        return self._event(choice, self._prompt_text(choice), self._logprobs(choice, prompt_tokens))
+        return self._event(choice, self._prompt_text(choice), self._prompt_logprobs(choice))
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         if self._call.logprobs is None and delta.finish_reason is None:
             return self._template(choice).fill(delta.text) if delta.text else b""
-        logprobs = self._logprobs(choice, zip(delta.token_ids, delta.logprobs or ()))
+        logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs or ())
         return self._event(choice, delta.text, logprobs, delta)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
@@ -82,30 +83,48 @@ class CompletionRendering:
         return _body(self._head, "text_completion", [self._whole(choice) for choice in choices]) | {"usage": usage}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        tokens: Tokens = zip(choice.token_ids, choice.logprobs)
-        text = "".join(choice.texts)
+        text, echoed = "".join(choice.texts), None
         if self._call.echo:
-            tokens = [*_prompt_tokens(choice.stream), *tokens]
-            text = self._prompt_text(choice) + text
-        body = _choice(choice, {"text": text}, self._logprobs(choice, tokens), choice)
+            text, echoed = self._prompt_text(choice) + text, self._prompt_logprobs(choice)
+        logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs)
+        if echoed and logprobs:
+            logprobs = {name: echoed[name] + logprobs[name] for name in logprobs}
+        body = _choice(choice, {"text": text}, logprobs, choice)
         if self._call.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(choice.stream, self._call.prompt_logprobs)
         return body
 
     def _prompt_text(self, choice: Choice) -> str:
-        prompt = self._call.prompts[choice.index // self._call.params.n]
+        prompt = self._prompt(choice)
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(prompt, skip_special_tokens=self._call.params.skip_special_tokens)
 
-    def _logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any] | None:
+    def _prompt(self, choice: Choice) -> Prompt:
+        return self._call.prompts[choice.index // self._call.params.n]
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if self._call.logprobs is None:
+            return None
+        stream, text = choice.stream, self._prompt_text(choice)
+        is_written = isinstance(self._prompt(choice), str)
+        offsets = self._offsets(choice).of_prompt(stream.prompt_token_ids, text, is_written=is_written)
+        return completion_logprobs(_prompt_tokens(stream), self._call.logprobs, self._tokenizer, offsets)
+
+    def _logprobs(
+        self, choice: Choice, token_ids: Sequence[int], found: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:
         """Continues the choice's text offsets."""
         if self._call.logprobs is None:
             return None
-        body, choice.text_offset = completion_logprobs(
-            tokens, self._call.logprobs, self._tokenizer, text_offset=choice.text_offset
-        )
-        return body
+        offsets = self._offsets(choice).of_answer(token_ids)
+        return completion_logprobs(zip(token_ids, found), self._call.logprobs, self._tokenizer, offsets)
+
+    def _offsets(self, choice: Choice) -> TextOffsets:
+        if choice.offsets is None:
+            skip = self._call.params.skip_special_tokens
+            choice.offsets = TextOffsets(self._tokenizer, skip_special_tokens=skip)
+        return choice.offsets
 
     def _event(self, choice: Choice, text: str, logprobs: Any, end: Delta | None = None) -> bytes:
         chunk = _body(self._head, "text_completion", [_choice(choice, {"text": text}, logprobs, end)])
@@ -177,23 +196,19 @@ def usage(streams: Sequence[Stream], num_completion_tokens: int) -> dict[str, An
     }
 
 
-def completion_logprobs(
-    tokens: Tokens, top: int, tokenizer: Tokenizer, *, text_offset: int = 0
-) -> tuple[dict[str, Any], int]:
-    """OpenAI's four parallel lists, and the offset of the text that follows.
+def completion_logprobs(tokens: Tokens, top: int, tokenizer: Tokenizer, offsets: Sequence[int]) -> dict[str, Any]:
+    """OpenAI's four parallel lists.
 
     The first token of a prompt has no logprob. `top_logprobs` holds the `top` likeliest and the token itself; where
     two candidates read the same, the likelier one stays.
     """
-    body: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    body: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": list(offsets)}
     for token_id, found in tokens:
         text = tokenizer.token_text(token_id) if found is None else found[token_id].decoded_token
         body["tokens"].append(text)
-        body["text_offset"].append(text_offset)
         body["token_logprobs"].append(None if found is None else finite(found[token_id].logprob))
         body["top_logprobs"].append(None if found is None else _top_by_text(token_id, found, top))
-        text_offset += len(text)
-    return body, text_offset
+    return body
 
 
 def chat_logprob(token_id: int, found: TokenLogprobs, top: int, tokenizer: Tokenizer) -> dict[str, Any]:

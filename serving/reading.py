@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from pagedjax.core.errors import RequestError
+from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
-from serving.schemas import ChatCall, CompletionCall, ModelFacts, Prompt, parse_chat, parse_completion
+from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission

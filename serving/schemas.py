@@ -13,22 +13,10 @@ from typing import Any
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
 from serving import fields
-from serving.fields import Check, boolean, integer, number, one_of, record, refused, string
+from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
+from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
 
-MAX_PROMPTS = 256
 MAX_CHOICES = 1024
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-Prompt = str | tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What parsing must know of the model. Lengths in tokens."""
-
-    name: str
-    vocab_size: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +52,7 @@ class ChatCall:
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     """Raises RequestError naming the field."""
     given = _checked(body, _COMPLETION, model)
-    prompts = _prompts(_required(given, "prompt"), model)
+    prompts = read_prompts(required(given, "prompt"), model)
     echo = given.get("echo", False)
     logprobs, prompt_logprobs = given.get("logprobs"), given.get("prompt_logprobs")
     score_only = echo and given.get("max_tokens") == 0
@@ -83,7 +71,7 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
 def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     """Raises RequestError naming the field."""
     given = _checked(body, _CHAT, model)
-    messages = _messages(_required(given, "messages"), model)
+    messages = read_messages(required(given, "messages"), model)
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
@@ -128,7 +116,7 @@ def _at_least_one(value: Any, name: str) -> int:
 def _stream_options(value: Any, name: str) -> bool:
     """Whether to send usage. OpenAI's obfuscation of chunk sizes is not done here, so only false can be asked."""
     known: dict[str, Check] = {"include_usage": boolean, "include_obfuscation": one_of(False)}
-    return bool(_known(record(value, name), known, f"{name}.").get("include_usage", False))
+    return bool(known_fields(record(value, name), known, f"{name}.").get("include_usage", False))
 
 
 _SAMPLING: dict[str, Check] = {
@@ -165,7 +153,7 @@ _COMPLETION: dict[str, Check] = {
     "echo": boolean,
     "logprobs": integer,
     "best_of": integer,
-    "suffix": refused,
+    "suffix": one_of(""),
 }
 _CHAT: dict[str, Check] = {
     **_SAMPLING,
@@ -199,8 +187,8 @@ _CHAT: dict[str, Check] = {
 
 
 def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[str, Any]:
-    given = _known(record(body, "the request body"), table)
-    name = _required(given, "model")
+    given = known_fields(record(body, "the request body"), table)
+    name = required(given, "model")
     if name != model.name:
         message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
         raise RequestError(message, param="model", code="model_not_found")
@@ -209,24 +197,8 @@ def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[s
     if "prompt_logprobs" in given and given.get("stream"):
         raise RequestError("prompt_logprobs can't be streamed", param="prompt_logprobs")
     for field in ("logit_bias", "stop_token_ids"):
-        _check_ids(given.get(field, ()), field, model)
+        check_ids(given.get(field, ()), field, model)
     return given
-
-
-def _known(body: dict[str, Any], table: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
-    """The fields that are not null, each checked."""
-    unknown = next((name for name in body if name not in table), None)
-    if unknown is not None:
-        name = f"{prefix}{unknown[:100]}"
-        raise RequestError(f"unrecognized field {name}", param=name, code="unknown_parameter")
-    return {name: table[name](value, f"{prefix}{name}") for name, value in body.items() if value is not None}
-
-
-def _required(given: Mapping[str, Any], name: str, prefix: str = "") -> Any:
-    if name not in given:
-        path = f"{prefix}{name}"
-        raise RequestError(f"{path} is required", param=path, code="missing_required_parameter")
-    return given[name]
 
 
 def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,47 +209,7 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_ids(token_ids: Any, name: str, model: ModelFacts) -> None:
-    """Token ids (or the keys of a bias) must be in the vocabulary."""
-    beyond = next((i for i in token_ids if not 0 <= i < model.vocab_size), None)
-    if beyond is not None:
-        message = f"{name} holds token id {beyond}; the vocabulary has ids 0..{model.vocab_size - 1}"
-        raise RequestError(message, param=name, code="invalid_token_id")
-
-
 # ---- completions -----------------------------------------------------------------------------------------------------
-
-
-def _prompts(value: Any, model: ModelFacts) -> tuple[Prompt, ...]:
-    """A string, strings, token ids, or arrays of token ids."""
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and value and type(value[0]) is int:
-        return (_prompt_ids(value, model),)
-    if not isinstance(value, list) or not value:
-        raise RequestError("prompt must be a string, or a non-empty array of strings or token ids", param="prompt")
-    if len(value) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
-    if not all(type(item) is type(value[0]) for item in value):
-        raise RequestError("prompt mixes types; give strings only or arrays of token ids only", param="prompt")
-    if isinstance(value[0], str):
-        return tuple(value)
-    return tuple(_prompt_ids(item, model) for item in value)
-
-
-def _prompt_ids(value: Any, model: ModelFacts) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise RequestError("a prompt of token ids must be a non-empty array of integers", param="prompt")
-    if len(value) >= model.max_model_len:
-        message = (
-            f"the prompt has {len(value)} tokens and the context holds {model.max_model_len}, "
-            "of which at least one is generated; shorten the prompt"
-        )
-        raise RequestError(message, param="prompt", code="context_length_exceeded")
-    if not all(type(item) is int for item in value):
-        raise RequestError("a prompt of token ids must hold integers only", param="prompt", code="invalid_type")
-    _check_ids(value, "prompt", model)
-    return tuple(value)
 
 
 def _check_best_of(given: Mapping[str, Any], n: int) -> None:
@@ -301,49 +233,3 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
     if top and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return int(top) if given.get("logprobs") else None
-
-
-def _messages(values: list[Any], model: ModelFacts) -> tuple[dict[str, str], ...]:
-    if not values:
-        raise RequestError("messages must hold at least one message", param="messages")
-    if len(values) > model.max_model_len:
-        # Each takes a token at least; a hundred thousand would be rendered for a second only to be refused.
-        message = f"{len(values)} messages are more than a context of {model.max_model_len} tokens can hold"
-        raise RequestError(message, param="messages", code="context_length_exceeded")
-    return tuple(_message(value, i) for i, value in enumerate(values))
-
-
-def _message(value: Any, i: int) -> dict[str, str]:
-    """One message in the template's shape. `developer` is the newer name of `system`."""
-    where = f"messages[{i}]"
-    known: dict[str, Check] = {
-        "role": string,
-        "content": _content,
-        "name": string,
-        "tool_calls": one_of([]),
-        **dict.fromkeys(("refusal", "audio", "function_call", "tool_call_id"), refused),
-    }
-    given = _known(record(value, where), known, f"{where}.")
-    role = given.get("role")
-    if role not in ROLES:
-        message = f"{where}.role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}"
-        raise RequestError(message, param=f"{where}.role")
-    named = {"name": given["name"]} if "name" in given else {}
-    return {"role": ROLES[role], "content": _required(given, "content", f"{where}."), **named}
-
-
-def _content(value: Any, name: str) -> str:
-    """A string, or text parts, joined by line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise fields.wrong(value, name, "a string or a non-empty array of text parts")
-    return "\n".join(_text_part(part, f"{name}[{i}]") for i, part in enumerate(value))
-
-
-def _text_part(value: Any, name: str) -> str:
-    kind = record(value, name).get("type")
-    if kind != "text":
-        raise fields.unsupported(f"{name}.type", kind)
-    given = _known(value, {"type": string, "text": string}, f"{name}.")
-    return str(_required(given, "text", f"{name}."))

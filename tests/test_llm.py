@@ -1,7 +1,9 @@
 """The offline door, over the counting device."""
 
 import signal
+from array import array
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,7 +29,21 @@ def texts(outputs):
 
 @pytest.mark.parametrize(
     "prompt",
-    ["abc", [0, 1, 2], (0, 1, 2), np.arange(3), {"prompt": "abc"}, {"prompt_token_ids": [0, 1, 2]}],
+    [
+        "abc",
+        [0, 1, 2],
+        (0, 1, 2),
+        np.arange(3),
+        np.arange(3, dtype=np.uint8),
+        jnp.arange(3),
+        list(np.arange(3)),
+        list(jnp.arange(3)),
+        array("i", [0, 1, 2]),
+        range(3),
+        {"prompt": "abc"},
+        {"prompt_token_ids": [0, 1, 2]},
+        {"prompt_token_ids": np.arange(3)},
+    ],
     ids=repr,
 )
 def test_a_prompt_may_have_any_of_these_shapes_alone_or_among_others(llm, prompt):
@@ -35,10 +51,65 @@ def test_a_prompt_may_have_any_of_these_shapes_alone_or_among_others(llm, prompt
     assert texts(llm.generate([prompt, "ABC"], params())) == ["def", "DEF"]
 
 
-@pytest.mark.parametrize("prompt", [[0.5], [0, "b"], [[0, "b"]], [None], {"text": "abc"}, "", [[]], b"abc"], ids=repr)
+def test_prompts_and_their_parameters_may_come_from_any_iterable(llm):
+    each = (params(max_tokens=n) for n in (1, 2))
+    assert texts(llm.generate((prompt for prompt in ["abc", [0, 1]]), each, priority=np.array([1, 0]))) == ["d", "cd"]
+    assert texts(llm.generate(np.array([[0, 1], [3, 4]]), params())) == ["cde", "fgh"]
+    assert texts(llm.generate(np.array(["abc", "ABC"]), params())) == ["def", "DEF"]
+    assert texts(llm.generate(iter([0, 1]), params())) == ["cde"]
+
+
+@pytest.mark.parametrize("none", [[], (), iter(()), np.array([])], ids=repr)
+def test_no_prompts_give_no_results(llm, none):
+    assert llm.generate(none) == []
+    assert llm.chat(none) == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(None, 5, 0.5, True, object(), b"abc", bytearray(b"abc"), memoryview(b"abc"), "", {}, {"text": "abc"}),
+        *([0.5], [None], [[]], [True], [0, "b"], ["b", 0], [[0, "b"]], [0, None], [b"abc"], ["abc", None]),
+        *({"prompt": None}, {"prompt": 5}, {"prompt_token_ids": 5}, {"prompt": "a", "prompt_token_ids": [0]}),
+        *(np.array(5), np.array([0.5]), np.array([[[1]]]), [-1], [64], [2**70]),
+    ],
+    ids=repr,
+)
 def test_what_is_no_prompt_is_refused(llm, prompt):
     with pytest.raises(RequestError):
         llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"sampling_params": wrong} for wrong in ({"n": 1}, "abc", 5, [], [None], [{}])),
+        *({"priority": wrong} for wrong in (None, "0", 0.5, [], ["0"], 9)),
+    ],
+    ids=repr,
+)
+def test_what_is_no_parameter_is_refused(llm, options):
+    with pytest.raises(RequestError) as refusal:
+        llm.generate(["abc"], **options)
+    assert refusal.value.param in options
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [*(None, 5, "hi", b"hi", {"role": "user", "content": "hi"}, ["hi"], [None], [5], [{"role": "user"}, "hi"], [[5]])],
+    ids=repr,
+)
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(RequestError) as refusal:
+        llm.chat(messages)
+    assert refusal.value.param == "messages"
+
+
+def test_conversations_may_come_from_any_iterable(llm):
+    hi, bye = ({"role": "user", "content": text} for text in ("abc", "ABC"))
+    assert texts(llm.chat([hi], params())) == ["def"]
+    assert texts(llm.chat(iter([hi]), params())) == ["def"]
+    assert texts(llm.chat((iter([each]) for each in (hi, bye)), params())) == ["def", "DEF"]
 
 
 def test_results_are_in_the_prompts_order_with_parameters_of_their_own(llm):

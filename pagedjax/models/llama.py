@@ -59,7 +59,7 @@ class LlamaForCausalLM(nnx.Module):
         Raises ValueError unless there is one cache of all layers or one a layer.
         """
         mix = mixer(self.backend, self.config, positions, ragged)
-        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix)
+        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=self.backend.prefers_loop)
         return self.norm(x), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:

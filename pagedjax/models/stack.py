@@ -1,9 +1,10 @@
 """Run a decoder's layers, and make the caches they share.
 
-Two ways with equal results. Unrolled, each layer with its own cache: XLA may overlap layers, but compiles attention
-once a layer. As a loop over one cache of all layers: attention is compiled once, and the parts around it once a layer,
-as the branches of a switch, since a scan would first copy each layer's weights out of a stack. For 30 layers on 2
-cores that is 3.5 s in place of 11 a program, at the same speed; a GPU would wait for the host at each switch.
+Two ways with equal results. Unrolled, each layer with its own cache, or with its part of one cache where the backend
+updates that in place: XLA may overlap layers, but compiles attention once a layer. As a loop over one cache of all
+layers: attention is compiled once, and the parts around it once a layer, as the branches of a switch, as a scan would
+first copy each layer's weights out of a stack. For 30 layers on 2 cores that is 3.5 s in place of 11 a program, at the
+same speed; a GPU would wait for the host at each switch.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,19 +36,19 @@ Mix = Callable[..., tuple[jax.Array, KVBlocks]]
 def init_caches(
     config: ModelConfig, backend: AttentionBackend, *, num_blocks: int, block_size: int, dtype: Any
 ) -> tuple[KVBlocks, ...]:
-    """Zeroed caches for `run_layers`: one of all layers where the backend prefers a loop, else one a layer."""
+    """Zeroed caches for `run_layers`: one of all layers if the backend loops over or joins them, else one a layer."""
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
-    if backend.prefers_loop:
+    if backend.prefers_loop or backend.joins_layers:
         return (backend.init_cache(*shape, num_layers=config.num_layers),)
     return tuple(backend.init_cache(*shape) for _ in range(config.num_layers))
 
 
 def run_layers(
-    layers: Sequence[DecoderLayer], x: jax.Array, caches: tuple[KVBlocks, ...], mix: Mix
+    layers: Sequence[DecoderLayer], x: jax.Array, caches: tuple[KVBlocks, ...], mix: Mix, *, loop: bool
 ) -> tuple[jax.Array, tuple[KVBlocks, ...]]:
-    """x [tokens, hidden] through all layers: a loop if there is one cache for many layers, else unrolled."""
+    """x [tokens, hidden] through all layers: unrolled, or by a `loop` where there is one cache for many layers."""
     if len(caches) == 1 and len(layers) > 1:
-        x, cache = _looped(layers, x, caches[0], mix)
+        x, cache = (_looped if loop else _joined)(layers, x, caches[0], mix)
         return x, (cache,)
     new = []
     for layer, cache in zip(layers, caches, strict=True):
@@ -55,6 +56,13 @@ def run_layers(
         x = layer.after(x, attended)
         new.append(cache)
     return x, tuple(new)
+
+
+def _joined(layers: Sequence[DecoderLayer], x: jax.Array, cache: KVBlocks, mix: Mix) -> tuple[jax.Array, KVBlocks]:
+    for i, layer in enumerate(layers):
+        attended, cache = mix(*layer.before(x), cache, i)
+        x = layer.after(x, attended)
+    return x, cache
 
 
 def _looped(layers: Sequence[DecoderLayer], x: jax.Array, cache: KVBlocks, mix: Mix) -> tuple[jax.Array, KVBlocks]:

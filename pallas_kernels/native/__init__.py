@@ -20,7 +20,7 @@ from pallas_kernels.native.build import LIBRARY, source_hash
 from pallas_kernels.native.threads import usable_cpus
 
 LEVELS = ("plain", "avx2", "avx512", "avx512_bf16")  # the order of levels.h
-TARGETS: tuple[str, ...] = ()  # FFI targets; the library's symbols have the same names
+TARGETS: tuple[str, ...] = ("pagedjax_ragged_attention",)  # FFI targets; the library's symbols have the same names
 REBUILD = "`python -m pallas_kernels.native` builds it"
 
 

@@ -50,7 +50,8 @@ class AttentionBackend:
     `attend(q, k, v, cache, ragged, *, scale, layer=0)` writes k, v [tokens, kv_heads, head_dim] at `ragged.slots` of
     that layer (an int or a traced int32), then attends causally from q [tokens, heads, head_dim] and gives (out like q,
     zero for padding tokens; the new cache). The cache is updated in place when the caller's jit donates it.
-    `prefers_loop` says that compiling `attend` once a layer is dear, so that models had better loop over layers.
+    `prefers_loop` says that compiling `attend` once a layer is dear, so that models had better loop over layers;
+    `joins_layers` that unrolled layers, too, update one cache of them all in place.
     """
 
     name: str
@@ -58,6 +59,7 @@ class AttentionBackend:
     block_bytes: Callable[[int, int, int, Any], int]
     attend: Callable[..., tuple[jax.Array, KVBlocks]]
     prefers_loop: bool = False
+    joins_layers: bool = False
 
 
 def kv_block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:

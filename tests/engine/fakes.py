@@ -7,6 +7,7 @@ import numpy as np
 
 from pagedjax.core.plan import StepPlan, Tier
 from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
+from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.runtime.results import StepResult
@@ -26,12 +27,16 @@ class LetterTokenizer:
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS})
     special_token_ids = frozenset({EOS})
+    chat_template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
         return [self.letters.index(letter) for letter in text]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.token_text(token_id) for token_id in token_ids if token_id != EOS)
+
+    def apply_chat_template(self, messages: Sequence, **_options: bool) -> str:
+        return self.chat_template.render(messages, add_generation_prompt=True)
 
     def token_text(self, token_id: int) -> str:
         return "<eos>" if token_id == EOS else self.letters[token_id]

@@ -6,6 +6,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.tokenizer import Tokenizer
+from pagedjax.engine.vocabulary import Vocabulary
 
 SPECIAL, MARK = 256, 257
 WORDS = ["ab", "abc", "END", "\n\n", "é", " 🙂", "🙂"]
@@ -21,7 +22,7 @@ def byte_tokenizer(words=WORDS) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
     backend.add_tokens([AddedToken("<mark>", special=False)])
-    return Tokenizer(backend, chat_template=None, bos_token_id=None, eos_token_ids={SPECIAL})
+    return Tokenizer(Vocabulary(backend, None, None, frozenset({SPECIAL})))
 
 
 def stand_ins() -> list[str]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, KVBlocks, Ragged
+from tests.kernels.native.attention_layout import from_native, to_native
 
 TOKENS, ROWS, NUM_BLOCKS = 48, 12, 64
 
@@ -67,17 +68,26 @@ def run(
     Layers other than `layer` hold NaN.
     """
     q, k, v = (x.astype(dtype) for x in (case.q, case.k, case.v))
-    empty = backend.init_cache(*case.history.shape[1:], dtype, num_layers=num_layers)
-    leaves = []
-    for leaf, old in zip(empty, case.history):
-        poisoned = np.full((NUM_BLOCKS, num_layers, *old.shape[1:]), np.nan, jnp.dtype(dtype))
-        poisoned[:, layer] = old
-        leaves.append(jnp.asarray(poisoned.view(leaf.dtype).reshape(leaf.shape)))
+    plain = np.full((2, NUM_BLOCKS, num_layers, *case.history.shape[2:]), np.nan, jnp.dtype(dtype))
+    plain[:, :, layer] = case.history
     attend = compiled(backend, case.scale, tuple(options.items()))
-    out, new = attend(q, k, v, KVBlocks(*leaves), case.ragged, layer=jnp.int32(layer))
-    every = (NUM_BLOCKS, num_layers, *case.history.shape[2:])
-    stored = [np.asarray(leaf).view(jnp.dtype(dtype)).reshape(every)[:, layer] for leaf in new]
-    return np.asarray(out, np.float32), np.stack(stored).astype(np.float32)
+    out, new = attend(q, k, v, laid_out(backend, plain), case.ragged, layer=jnp.int32(layer))
+    stored = np.stack(read_back(backend, new, plain))[:, :, layer]
+    return np.asarray(out, np.float32), stored.astype(np.float32)
+
+
+def laid_out(backend: AttentionBackend, plain: np.ndarray) -> KVBlocks:
+    """K and V [2, num_blocks, num_layers, block_size, kv_heads, head_dim] as the backend lays them out."""
+    if backend.name == "native":
+        return KVBlocks(*map(jnp.asarray, to_native(*plain)))
+    empty = backend.init_cache(plain.shape[1], *plain.shape[3:], plain.dtype, num_layers=plain.shape[2])
+    return KVBlocks(*(jnp.asarray(x.view(leaf.dtype).reshape(leaf.shape)) for leaf, x in zip(empty, plain)))
+
+
+def read_back(backend: AttentionBackend, cache: KVBlocks, plain: np.ndarray) -> tuple[np.ndarray, ...]:
+    if backend.name == "native":
+        return from_native(cache, plain.shape[1:], plain.dtype)
+    return tuple(np.asarray(leaf).view(plain.dtype).reshape(plain.shape[1:]) for leaf in cache)
 
 
 @cache

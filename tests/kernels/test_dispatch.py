@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, native
 from pallas_kernels.ragged_attention import AttentionShape
 from pallas_kernels.ragged_attention.shapes import MODELS
 
@@ -12,10 +12,26 @@ def choose(platform="cpu", shape=SHAPE, dtype=jnp.bfloat16, wish=None):
     return dispatch.choose("ragged_attention", platform=platform, shape=shape, dtype=dtype, wish=wish)
 
 
-def test_a_cpu_takes_xla_and_says_why_not_triton():
-    choice = choose()
-    assert choice.backend.name == "xla"
+def test_a_cpu_takes_native_code_where_there_is_some_else_xla_and_says_why():
+    choice, reason = choose(), native.unavailable()
+    assert choice.backend.name == ("native" if reason is None else "xla")
+    assert reason is None or choice.refused["native"] == reason
     assert "GPUs only" in choice.refused["pallas_triton"]
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "reason"),
+    [
+        ({"head_dim": 512}, jnp.bfloat16, "head_dim 512"),
+        ({"block_size": 12}, jnp.bfloat16, "block_size 12"),
+        ({"block_size": 128}, jnp.bfloat16, "block_size 128"),
+        ({}, jnp.int8, "dtype int8"),
+    ],
+)
+def test_native_code_refuses_shapes_it_cannot_take_and_xla_takes_over(change, dtype, reason):
+    choice = choose("cpu", SHAPE._replace(**change), dtype)
+    assert choice.backend.name == "xla"
+    assert reason in choice.refused["native"]
 
 
 def test_a_gpu_prefers_triton_and_says_so_of_xla():
@@ -42,7 +58,7 @@ def test_a_wish_that_cannot_run_is_refused_with_its_reason():
 
 
 def test_an_unknown_wish_names_the_known_ones():
-    with pytest.raises(ValueError, match="no backend 'flash'; it has pallas_triton, xla"):
+    with pytest.raises(ValueError, match="no backend 'flash'; it has pallas_triton, native, xla"):
         choose(wish="flash")
 
 

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from pallas_kernels.ragged_attention import AttentionShape, KVBlocks, pallas_triton, reference, xla
+from pallas_kernels.native import unavailable
+from pallas_kernels.ragged_attention import AttentionShape, KVBlocks, native, pallas_triton, reference, xla
 from pallas_kernels.ragged_attention.shapes import MODELS, SMALL
 from pallas_kernels.ragged_attention.tiles import XlaTiles
 from tests.kernels.cases import MIXES, NUM_BLOCKS, TOKENS, expected, make_case, run
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=16)
-BACKENDS = [xla.BACKEND, pallas_triton.INTERPRETED]
+NATIVE = pytest.param(native.BACKEND, marks=pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())))
+BACKENDS = [xla.BACKEND, pallas_triton.INTERPRETED, NATIVE]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 by_name = {"ids": lambda x: x.name}
 
@@ -96,7 +98,7 @@ def test_temporaries_do_not_grow_with_the_pool(num_tokens, num_layers):
 
 
 def test_block_bytes_are_what_a_block_of_one_layer_takes():
-    for backend in (reference.BACKEND, *BACKENDS):
+    for backend in (reference.BACKEND, xla.BACKEND, pallas_triton.INTERPRETED, native.BACKEND):
         cache = backend.init_cache(10, 16, 3, 64, jnp.bfloat16, num_layers=4)
         assert sum(leaf.nbytes for leaf in cache) == 10 * 4 * backend.block_bytes(16, 3, 64, jnp.bfloat16)
         assert {leaf.shape[0] for leaf in cache} == {10}

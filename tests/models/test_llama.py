@@ -8,7 +8,8 @@ from flax import nnx
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.models import registry, stack
-from pallas_kernels.ragged_attention import pallas_triton, reference, xla
+from pallas_kernels.native import unavailable
+from pallas_kernels.ragged_attention import native, pallas_triton, reference, xla
 from tests.models.tiny import (
     BIASED,
     BLOCK_SIZE,
@@ -22,6 +23,8 @@ from tests.models.tiny import (
 )
 
 LONG, SHORT = (np.random.default_rng(1).integers(0, 97, n) for n in (30, 11))
+needs_native = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+NATIVE = [pytest.param(native.BACKEND, unrolled, marks=needs_native) for unrolled in (False, True)]
 WHOLE = [[(0, 0, 30)]]
 CHUNKED = [[(0, 0, 7)], [(0, 7, 1)], [(0, 8, 20)], [(0, 28, 1)], [(0, 29, 1)]]
 BATCHED = [[(1, 0, 5), (0, 0, 7)], [(1, 5, 1), (0, 7, 22)], [(0, 29, 1), (1, 6, 5)]]
@@ -59,15 +62,16 @@ def test_logits_do_not_depend_on_the_batch(steps):
 
 @pytest.mark.parametrize(
     ("backend", "unrolled"),
-    [(xla.BACKEND, True), (reference.BACKEND, False), (pallas_triton.INTERPRETED, False)],
+    [(xla.BACKEND, True), (reference.BACKEND, False), (pallas_triton.INTERPRETED, False), *NATIVE],
     ids=lambda x: getattr(x, "name", None),
 )
 def test_every_backend_and_both_ways_through_the_layers_agree(backend, unrolled):
     check(make_stepper(UNTIED, backend, unrolled=unrolled), UNTIED, BATCHED)
 
 
-def test_a_loop_takes_one_cache_and_unrolling_one_a_layer():
+def test_a_loop_takes_one_cache_and_unrolling_one_a_layer_unless_the_backend_joins_them():
     assert len(make_stepper(UNTIED).caches) == 1
+    assert len(make_stepper(UNTIED, native.BACKEND).caches) == 1
     assert len(make_stepper(UNTIED, reference.BACKEND).caches) == UNTIED.num_layers
     stepper = make_stepper(UNTIED, reference.BACKEND)
     stepper.caches = stepper.caches[:2]

@@ -26,6 +26,7 @@ EOS, BOS, VOCAB_SIZE = 256, 257, 258
 
 class ByteTokenizer:
     vocab_size = VOCAB_SIZE
+    special_token_ids = frozenset({EOS, BOS})
 
     def encode(self, text, add_special_tokens=True, *, max_len=None):
         return list(text.encode())

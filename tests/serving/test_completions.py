@@ -63,6 +63,14 @@ def test_logprobs_are_parallel_lists(client):
     assert logprobs["top_logprobs"][0] == {"I": -1, "J": -2, "H": -3}
 
 
+def test_the_tokens_of_one_character_share_its_offset(client_of, FakeEngine):
+    client = client_of(FakeEngine(["né", "🙂!"]))
+    choice = client.complete(prompt="é", echo=True, logprobs=0, max_tokens=20).json()["choices"][0]
+    offsets = [0, 0, 1, 2, 2, 3, 3, 3, 3, 4]
+    assert choice["text"] == "éné🙂!"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len("éné🙂!")]
+
+
 def test_logprobs_0_reports_the_token_alone(client):
     logprobs = client.complete(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"H": -3}]
@@ -152,6 +160,19 @@ def test_null_means_absent(client, engine):
     names = ("n", "temperature", "stop", "logprobs", "seed", "stream", "stream_options", "suffix", "best_of", "echo")
     assert client.complete(**dict.fromkeys(names)).status_code == 200
     assert engine.submitted[0][1].n == 1
+
+
+def test_fields_that_name_what_is_done_anyway_have_no_effect(client):
+    assert client.complete(best_of=1, suffix="", n=1).json()["choices"] == client.complete().json()["choices"]
+    assert len(client.complete(best_of=2, n=2).json()["choices"]) == 2
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_echo_goes_with_several_prompts_choices_and_logprobs(client, max_tokens):
+    fields = {"prompt": ["ab", "c"], "n": 2, "best_of": 2, "logprobs": 0, "echo": True, "max_tokens": max_tokens}
+    choices = client.complete(**fields).json()["choices"]
+    assert [choice["text"] for choice in choices] == [text + "He"[:max_tokens] for text in ("ab", "ab", "c", "c")]
+    assert all(len(choice["logprobs"]["tokens"]) == len(choice["text"]) for choice in choices)
 
 
 def test_fields_that_say_who_asks_have_no_effect(client):

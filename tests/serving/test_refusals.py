@@ -1,14 +1,26 @@
 """Whatever is wrong with a request has its status, OpenAI's error body and the field's name; nothing is a 500."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from openai.types import completion_create_params as openai_completion
+from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving.schemas import MAX_PROMPTS, ModelFacts, parse_chat, parse_completion
+from serving import fields, schemas
+from serving.inputs import MAX_PROMPTS, ModelFacts
+from serving.schemas import parse_chat, parse_completion
 
 MODEL = ModelFacts("tiny", 258, 200)
+ROOT = Path(__file__).parent.parent.parent
+# The documentation speaks of them as of "others".
+NAMING_WHAT_IS_DONE_ANYWAY = {
+    *("modalities", "reasoning_effort", "verbosity", "prompt_cache_retention", "functions", "function_call"),
+}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +181,24 @@ def test_a_body_that_is_no_json_object_is_400(client, path, body):
     answer = client.request("POST", path, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "params"),
+    [("complete", openai_completion.CompletionCreateParamsBase), ("chat", openai_chat.CompletionCreateParamsBase)],
+)
+def test_no_field_of_openai_s_is_passed_over_in_silence(client, ask, params):
+    for name in {*params.__annotations__, "stream"}:
+        answer = getattr(client, ask)(**{name: {"nonsense": [1]}})
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"].startswith(name)
+
+
+@pytest.mark.parametrize("table", [schemas._COMPLETION, schemas._CHAT])
+def test_every_field_that_is_taken_is_documented(table):
+    documented = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
+    taken = {name for name, check in table.items() if check is not fields.refused}
+    assert taken - documented - {"model", "prompt", "messages"} == NAMING_WHAT_IS_DONE_ANYWAY & taken
 
 
 def test_another_model_is_404(client):

@@ -1,0 +1,67 @@
+"""The vocabulary in a Hugging Face directory: tokenizer.json, and the special tokens and template beside it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.engine.chat_template import ChatTemplate
+from pagedjax.engine.vocabulary import Vocabulary
+
+
+def read_hf(directory: Path) -> Vocabulary:
+    """What tokenizer.json and the files beside it say. Raises ConfigError."""
+    source = directory / "tokenizer.json"
+    if not source.is_file():
+        raise ConfigError(
+            f"{directory} has no tokenizer.json; save it there with transformers: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(source))
+    except Exception as error:  # `tokenizers` raises bare Exception for every fault of the file
+        raise ConfigError(f"cannot read {source}: {error}") from error
+    # A prompt is taken whole or refused by its length; the file's own cutting and padding would change it in silence.
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_json(directory / "tokenizer_config.json")
+    generation = _read_json(directory / "config.json") | _read_json(directory / "generation_config.json")
+    texts = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    present = {name: text for name, text in texts.items() if text is not None}
+    bos, eos = (backend.token_to_id(present[name]) if name in present else None for name in ("bos_token", "eos_token"))
+    ends = frozenset([*_ids(eos), *_ids(generation.get("eos_token_id"))])
+    template = _template(directory, config)
+    chat_template = ChatTemplate(template, present) if template else None
+    return Vocabulary(backend, chat_template, bos, ends)
+
+
+def _template(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    source = directory / "chat_template.jinja"
+    if source.is_file():
+        return source.read_text(encoding="utf-8")
+    template = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return found
+
+
+def _token_text(entry: Any) -> str | None:
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _ids(entry: int | list[int] | None) -> list[int]:
+    return entry if isinstance(entry, list) else [] if entry is None else [entry]

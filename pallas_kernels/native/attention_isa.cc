@@ -1,0 +1,430 @@
+// One item of attention, at one level of instructions: see attention.h.
+//
+// For each piece of the context, blocks of up to kMaxRows queries take three passes over data in the first-level cache:
+// scores (queries times K, a lane a token), weights (their powers, less the peak), output (weights times V, a lane a
+// dimension). Both products are one loop: a broadcast element of the left side times kMaxColumns vectors of the right.
+#include "attention.h"
+#include "attention_vectors.h"
+#include "levels.h"
+
+namespace pagedjax {
+namespace PAGEDJAX_LEVEL {
+namespace {
+
+// Far below any score, yet finite: the difference of two of them is 0, not NaN.
+constexpr float kMasked = -1e30f;
+// Tiles between the one in use and the one being fetched.
+constexpr int kAhead = 4;
+constexpr int kMaxPieceTiles = 16;
+
+// --- how numbers are stored, and multiplied ---------------------------------------------------------------------------
+
+// `Stored` lies in the cache, `kPack` numbers of a dot product side by side; `Operand` is the other side of a product.
+struct Float32 {
+  using Stored = float;
+  using Operand = float;
+  static constexpr int kPack = 1;
+  using Row = F;
+  using Column = F;
+  static Row row(const float* p) { return every(*p); }
+  static Column column(const float* p) { return load(p); }
+  static F add(F sum, Row a, Column b) { return multiply_add(a, b, sum); }
+  static float operand(float x) { return x; }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  using Operand = float;
+  static constexpr int kPack = 1;
+  using Row = F;
+  using Column = F;
+  static Row row(const float* p) { return every(*p); }
+  static Column column(const uint16_t* p) { return load_half(p); }
+  static F add(F sum, Row a, Column b) { return multiply_add(a, b, sum); }
+  static float operand(float x) { return x; }
+};
+
+#if defined(__AVX512BF16__)
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Operand = uint16_t;
+  static constexpr int kPack = 2;
+  using Row = __m512bh;
+  using Column = __m512bh;
+  static Row row(const uint16_t* p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Column column(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static F add(F sum, Row a, Column b) { return _mm512_dpbf16_ps(sum, a, b); }
+  static uint16_t operand(float x) { return to_bfloat16(x); }
+};
+
+#else
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Operand = float;
+  static constexpr int kPack = 2;
+  struct Row {
+    F first, second;
+  };
+  using Column = Row;
+  static Row row(const float* p) { return {every(p[0]), every(p[1])}; }
+  static Column column(const uint16_t* p) { return {firsts(p), seconds(p)}; }
+  static F add(F sum, Row a, Column b) {
+    return multiply_add(a.second, b.second, multiply_add(a.first, b.first, sum));
+  }
+  static float operand(float x) { return x; }
+};
+
+#endif
+
+inline void put(float* p, F x) { store(p, x); }
+
+inline void put(uint16_t* p, F x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = to_bfloat16(lanes[i]);
+#endif
+}
+
+// --- the two products -------------------------------------------------------------------------------------------------
+
+inline void fetch(const void* p) { __builtin_prefetch(p); }
+
+// A piece of a context, for one KV head.
+template <class T>
+struct Piece {
+  int num_tiles, tile_tokens, k_dim, v_dim, head_dim;
+  // Tiles in the order of use: K's, V's, and what comes after, to be fetched.
+  const typename T::Stored* tiles[2 * kMaxPieceTiles + kAhead];
+};
+
+// Scores of M queries against N vectors of tokens from `first_column` on.
+template <class T, int M, int N>
+void score(const Piece<T>& piece, const typename T::Operand* queries, int first_column, float factor, float* scores,
+           int stride) {
+  const int per_tile = piece.tile_tokens / kLanes, depth = piece.k_dim / T::kPack;
+  const int step = piece.tile_tokens * T::kPack;
+  const typename T::Stored *columns[N], *later[N];
+  for (int n = 0; n < N; ++n) {
+    const int tile = (first_column + n) / per_tile, lane = (first_column + n) % per_tile * kLanes * T::kPack;
+    columns[n] = piece.tiles[tile] + lane;
+    later[n] = piece.tiles[tile + kAhead] + lane;
+  }
+  F sums[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) sums[m][n] = every(0.0f);
+  for (int i = 0; i < depth; ++i) {
+    typename T::Column b[N];
+    for (int n = 0; n < N; ++n) {
+      b[n] = T::column(columns[n] + i * step);
+      fetch(later[n] + i * step);
+    }
+    for (int m = 0; m < M; ++m) {
+      const typename T::Row a = T::row(queries + m * piece.k_dim + i * T::kPack);
+      for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) store(scores + m * stride + (first_column + n) * kLanes, sums[m][n] * every(factor));
+}
+
+// Output of M queries in N vectors of dimensions from `first_column` on: the weights of `seen` tokens times V. Where
+// tokens are stored in pairs and `seen` is odd, `tail` is the last pair with the unseen token cleared.
+template <class T, int M, int N>
+void weigh(const Piece<T>& piece, const typename T::Operand* weights, int stride, int seen,
+           const typename T::Stored* tail, int first_column, float* out) {
+  const int rows = piece.tile_tokens / T::kPack, step = piece.v_dim * T::kPack;
+  const int column = first_column * kLanes * T::kPack;
+  const auto* tiles = piece.tiles + piece.num_tiles;
+  F sums[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) sums[m][n] = every(0.0f);
+  const auto take = [&](const typename T::Stored* from, const typename T::Operand* weight) {
+    typename T::Column b[N];
+    for (int n = 0; n < N; ++n) b[n] = T::column(from + column + n * kLanes * T::kPack);
+    for (int m = 0; m < M; ++m) {
+      const typename T::Row a = T::row(weight + m * stride);
+      for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
+    }
+  };
+  int left = seen / T::kPack;
+  for (int t = 0; left > 0; ++t, left -= rows) {
+    const int count = left < rows ? left : rows;
+    for (int i = 0; i < count; ++i) {
+      take(tiles[t] + i * step, weights + t * piece.tile_tokens + i * T::kPack);
+      for (int n = 0; n < N; ++n) fetch(tiles[t + kAhead] + i * step + column + n * kLanes * T::kPack);
+    }
+  }
+  if (seen % T::kPack) take(tail, weights + seen / T::kPack * T::kPack);
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) store(out + m * piece.v_dim + (first_column + n) * kLanes, sums[m][n]);
+}
+
+// f<N>(first column) over `count` columns.
+template <int N, class Fn>
+void over_columns(int first, int count, const Fn& fn) {
+  for (; first + N <= count; first += N) fn.template run<N>(first);
+  if constexpr (N > 1) over_columns<N / 2>(first, count, fn);
+}
+
+// --- softmax ----------------------------------------------------------------------------------------------------------
+
+// Weights of the first `seen` scores relative to their peak, zeros after them up to `padded`.
+template <class T>
+void soften(const float* scores, int seen, int padded, typename T::Operand* weights, float* peak, float* total) {
+  const int whole = seen / kLanes * kLanes, rest = seen - whole;
+  F most = every(kMasked);
+  for (int i = 0; i < whole; i += kLanes) most = larger(most, load(scores + i));
+  if (rest) most = larger(most, first_lanes(load(scores + whole), rest, every(kMasked)));
+  *peak = largest(most);
+  F sums = every(0.0f);
+  for (int i = 0; i < whole; i += kLanes) {
+    const F weight = power_of_two(load(scores + i) - every(*peak));
+    sums = sums + weight;
+    put(weights + i, weight);
+  }
+  for (int i = whole; i < padded; i += kLanes) {
+    F weight = every(0.0f);
+    if (i < seen) weight = first_lanes(power_of_two(load(scores + i) - every(*peak)), rest, weight);
+    sums = sums + weight;
+    put(weights + i, weight);
+  }
+  *total = sum(sums);
+}
+
+void clear(float* states, int num_queries, int v_dim) {
+  for (int i = 0; i < num_queries; ++i, states += v_dim + kStateExtra) {
+    for (int d = 0; d < v_dim; ++d) states[d] = 0.0f;
+    states[v_dim] = kMasked, states[v_dim + 1] = 0.0f;
+  }
+}
+
+// `state` joined by that of later pieces.
+void fold(float* state, const float* out, float peak, float total, int v_dim) {
+  float* const old = state + v_dim;
+  const float top = peak > old[0] ? peak : old[0];
+  const float keep = power_of_two(old[0] - top), add = power_of_two(peak - top);
+  for (int d = 0; d < v_dim; d += kLanes)
+    store(state + d, multiply_add(load(state + d), every(keep), load(out + d) * every(add)));
+  old[0] = top, old[1] = old[1] * keep + total * add;
+}
+
+// --- an item ----------------------------------------------------------------------------------------------------------
+
+struct Buffers {
+  char* next;
+  template <class U>
+  U* take(size_t count) {
+    U* p = reinterpret_cast<U*>(next);
+    next += (count * sizeof(U) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+// What the passes over a piece share.
+template <class T>
+struct Passes {
+  const AttentionCall& call;
+  Piece<T> piece;
+  int stride;                       // tokens that a row of scores has room for
+  typename T::Operand* queries;     // [queries, k_dim]
+  float* scores;                    // [kMaxRows, stride]
+  typename T::Operand* weights;     // [kMaxRows, stride]
+  float* out;                       // [kMaxRows, v_dim]
+  typename T::Stored* tail;         // [v_dim, pack]
+};
+
+template <class T, int M>
+struct Score {
+  const Passes<T>& p;
+  const typename T::Operand* queries;
+  template <int N>
+  void run(int column) const {
+    score<T, M, N>(p.piece, queries, column, p.call.factor, p.scores, p.stride);
+  }
+};
+
+template <class T, int M>
+struct Weigh {
+  const Passes<T>& p;
+  int seen;
+  template <int N>
+  void run(int column) const {
+    weigh<T, M, N>(p.piece, p.weights, p.stride, seen, p.tail, column, p.out);
+  }
+};
+
+// M queries from `first` on against the piece; `seen` counts its tokens that each attends to.
+template <class T, int M>
+void pass(const Passes<T>& p, int first, const int* seen, float* states) {
+  const int v_dim = p.piece.v_dim, state_size = v_dim + kStateExtra;
+  int most = 0;
+  for (int m = 0; m < M; ++m) most = seen[m] > most ? seen[m] : most;
+  if (most == 0) return;
+  const int columns = (most + kLanes - 1) / kLanes;
+  over_columns<kMaxColumns>(0, columns, Score<T, M>{p, p.queries + first * p.piece.k_dim});
+  float peaks[M], totals[M];
+  for (int m = 0; m < M; ++m)
+    soften<T>(p.scores + m * p.stride, seen[m], columns * kLanes, p.weights + m * p.stride, &peaks[m], &totals[m]);
+  if (T::kPack == 2 && most % 2) {
+    const int tile = most / p.piece.tile_tokens, row = most % p.piece.tile_tokens / 2;
+    const auto* pairs = p.piece.tiles[p.piece.num_tiles + tile] + row * 2 * v_dim;
+    for (int d = 0; d < v_dim; ++d) p.tail[2 * d] = pairs[2 * d], p.tail[2 * d + 1] = 0;
+  }
+  over_columns<kMaxColumns>(0, v_dim / kLanes, Weigh<T, M>{p, most});
+  for (int m = 0; m < M; ++m)
+    fold(states + (first + m) * state_size, p.out + m * v_dim, peaks[m], totals[m], v_dim);
+}
+
+template <class T, int M = kMaxRows>
+void pass_rows(const Passes<T>& p, int rows, int first, const int* seen, float* states) {
+  if (rows == M) return pass<T, M>(p, first, seen, states);
+  if constexpr (M > 1) pass_rows<T, M - 1>(p, rows, first, seen, states);
+}
+
+inline float given(const AttentionCall& call, const void* x, size_t i) {
+  switch (call.given) {
+    case Number::float32: return static_cast<const float*>(x)[i];
+    case Number::bfloat16: return from_bfloat16(static_cast<const uint16_t*>(x)[i]);
+    case Number::float16: return from_float16(static_cast<const uint16_t*>(x)[i]);
+  }
+  return 0.0f;
+}
+
+// Where query `i` of the item begins in q and out.
+inline size_t query_at(const AttentionCall& call, const AttentionItem& item, int i) {
+  const size_t token = item.tokens[i / call.group], head = item.kv_head * call.group + i % call.group;
+  return (token * call.num_heads + head) * call.cache.head_dim;
+}
+
+template <class T>
+void take_queries(const AttentionCall& call, const AttentionItem& item, typename T::Operand* queries) {
+  const CacheShape& c = call.cache;
+  for (int i = 0; i < item.num_tokens * call.group; ++i) {
+    const size_t at = query_at(call, item, i);
+    typename T::Operand* to = queries + i * c.k_dim;
+    for (int d = 0; d < c.head_dim; ++d) to[d] = T::operand(given(call, call.q, at + d));
+    for (int d = c.head_dim; d < c.k_dim; ++d) to[d] = 0;
+  }
+}
+
+void write_out(const AttentionCall& call, const AttentionItem& item, const float* states) {
+  const CacheShape& c = call.cache;
+  for (int i = 0; i < item.num_tokens * call.group; ++i) {
+    const float* state = states + i * (c.v_dim + kStateExtra);
+    const float share = 1.0f / state[c.v_dim + 1];
+    const size_t at = query_at(call, item, i);
+    for (int d = 0; d < c.head_dim; ++d) {
+      const float x = state[d] * share;
+      switch (call.given) {
+        case Number::float32: static_cast<float*>(call.out)[at + d] = x; break;
+        case Number::bfloat16: static_cast<uint16_t*>(call.out)[at + d] = to_bfloat16(x); break;
+        case Number::float16: static_cast<uint16_t*>(call.out)[at + d] = to_float16(x); break;
+      }
+    }
+  }
+}
+
+// The states of the item's queries joined by the ones that were left for it.
+void fold_before(const AttentionCall& call, const AttentionItem& item, int index, float* states) {
+  const int v_dim = call.cache.v_dim, state_size = v_dim + kStateExtra;
+  const float* before = call.states + item.before + index * item.before_stride;
+  for (int i = 0; i < item.num_tokens * call.group; ++i, states += state_size, before += state_size)
+    fold(states, before, before[v_dim], before[v_dim + 1], v_dim);
+}
+
+template <class T>
+const typename T::Stored* tile_at(const AttentionCall& call, const AttentionItem& item, const char* cache, int dim,
+                                  int tile) {
+  const CacheShape& c = call.cache;
+  const int per_block = c.block_size / c.tile_tokens;
+  const int64_t block = item.table[tile / per_block];
+  const int64_t head = (block * c.num_layers + call.layer) * c.num_kv_heads + item.kv_head;
+  return reinterpret_cast<const typename T::Stored*>(cache) +
+         (head * c.block_size + tile % per_block * c.tile_tokens) * dim;
+}
+
+// The tiles of piece `index` up to `seen` of its tokens, and the first ones of what comes next.
+template <class T>
+void find_tiles(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, int index, int seen,
+                Piece<T>* piece) {
+  const CacheShape& c = call.cache;
+  const int per_piece = c.piece_blocks * c.block_size / c.tile_tokens;
+  const int count = (seen + c.tile_tokens - 1) / c.tile_tokens;
+  piece->num_tiles = count;
+  for (int t = 0; t < count; ++t) {
+    piece->tiles[t] = tile_at<T>(call, item, call.k_cache, c.k_dim, index * per_piece + t);
+    piece->tiles[count + t] = tile_at<T>(call, item, call.v_cache, c.v_dim, index * per_piece + t);
+  }
+  // Whatever comes next has a first tile; what lies behind it in the block may be unused, but is there.
+  const bool goes_on = index + 1 < item.end_piece;
+  const AttentionItem& later = goes_on || next == nullptr ? item : *next;
+  const int first = goes_on ? index + 1 : later.first_piece;
+  const bool known = goes_on || (next != nullptr && next->first_piece < next->end_piece);
+  const int num_tokens = known ? call.seen[later.tokens[later.num_tokens - 1]] - first * per_piece * c.tile_tokens : 0;
+  const int num_later = (num_tokens + c.tile_tokens - 1) / c.tile_tokens;
+  for (int t = 0; t < kAhead; ++t)
+    piece->tiles[2 * count + t] =
+        t < num_later ? tile_at<T>(call, later, call.k_cache, c.k_dim, first * per_piece + t) : piece->tiles[0];
+}
+
+template <class T>
+void attend_piece(Passes<T>* p, const AttentionItem& item, const AttentionItem* next, int index, float* states) {
+  const AttentionCall& call = p->call;
+  const int piece_tokens = call.cache.piece_blocks * call.cache.block_size;
+  const auto seen_of = [&](int token) {
+    const int left = call.seen[item.tokens[token]] - index * piece_tokens;
+    return left < 0 ? 0 : left < piece_tokens ? left : piece_tokens;
+  };
+  find_tiles<T>(call, item, next, index, seen_of(item.num_tokens - 1), &p->piece);
+  const int num_queries = item.num_tokens * call.group;
+  for (int first = 0; first < num_queries; first += kMaxRows) {
+    const int rows = num_queries - first < kMaxRows ? num_queries - first : kMaxRows;
+    int seen[kMaxRows];
+    for (int m = 0; m < rows; ++m) seen[m] = seen_of((first + m) / call.group);
+    pass_rows<T>(*p, rows, first, seen, states);
+  }
+}
+
+template <class T>
+void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, char* scratch) {
+  const CacheShape& c = call.cache;
+  const int num_queries = item.num_tokens * call.group, state_size = c.v_dim + kStateExtra;
+  const int stride = c.piece_blocks * c.block_size + 16;
+  Buffers buffers{scratch};
+  Passes<T> p{call, {}, stride, nullptr, nullptr, nullptr, nullptr, nullptr};
+  p.piece.tile_tokens = c.tile_tokens, p.piece.k_dim = c.k_dim, p.piece.v_dim = c.v_dim;
+  p.queries = buffers.take<typename T::Operand>(num_queries * c.k_dim);
+  p.scores = buffers.take<float>(kMaxRows * stride);
+  p.weights = buffers.take<typename T::Operand>(kMaxRows * stride);
+  p.out = buffers.take<float>(kMaxRows * c.v_dim);
+  p.tail = buffers.take<typename T::Stored>(2 * c.v_dim);
+  if (item.first_piece < item.end_piece) take_queries<T>(call, item, p.queries);
+
+  float* states = item.after == kNoStates ? buffers.take<float>(num_queries * state_size) : call.states + item.after;
+  if (!item.each_piece) {
+    clear(states, num_queries, c.v_dim);
+    for (int b = 0; b < item.num_before; ++b) fold_before(call, item, b, states);
+  }
+  for (int index = item.first_piece; index < item.end_piece; ++index) {
+    if (item.each_piece) clear(states = call.states + item.after + index * item.after_stride, num_queries, c.v_dim);
+    attend_piece<T>(&p, item, next, index, states);
+  }
+  if (item.after == kNoStates) write_out(call, item, states);
+}
+
+}  // namespace
+
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {{attend<Float32>, attend<BFloat16>, attend<Float16>}};
+
+}  // namespace PAGEDJAX_LEVEL
+}  // namespace pagedjax

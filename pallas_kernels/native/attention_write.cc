@@ -1,0 +1,81 @@
+// K and V of the step's tokens into the cache: see attention.h for the layout.
+#include "attention.h"
+
+namespace pagedjax {
+namespace {
+
+struct Float32 {
+  using Bits = float;
+  static float get(float x) { return x; }
+  static float put(float x) { return x; }
+  static constexpr int kPack = 1;
+};
+
+struct BFloat16 {
+  using Bits = uint16_t;
+  static float get(uint16_t x) { return from_bfloat16(x); }
+  static uint16_t put(float x) { return to_bfloat16(x); }
+  static constexpr int kPack = 2;
+};
+
+struct Float16 {
+  using Bits = uint16_t;
+  static float get(uint16_t x) { return from_float16(x); }
+  static uint16_t put(float x) { return to_float16(x); }
+  static constexpr int kPack = 1;
+};
+
+// One head of one token. `at` is where the tile begins, `row` and `column` say how far apart dimensions lie.
+template <class Given, class Stored>
+void write_head(const typename Given::Bits* from, int32_t head_dim, int32_t padded_dim, typename Stored::Bits* at,
+                int64_t stride) {
+  constexpr int pack = Stored::kPack;
+  // Padding is written as well: what lies there is multiplied by zero, and may not be NaN.
+  for (int32_t d = 0; d < padded_dim; ++d)
+    at[d / pack * stride + d % pack] = d < head_dim ? Stored::put(Given::get(from[d])) : typename Stored::Bits(0);
+}
+
+template <class Given, class Stored>
+void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
+  const CacheShape& c = call.cache;
+  constexpr int pack = Stored::kPack;
+  auto* k_cache = reinterpret_cast<typename Stored::Bits*>(call.k_cache);
+  auto* v_cache = reinterpret_cast<typename Stored::Bits*>(call.v_cache);
+  for (int64_t token = begin; token < end; ++token) {
+    if (call.slots[token] < 0) continue;
+    int64_t block = call.slots[token] / c.block_size;
+    int32_t offset = call.slots[token] % c.block_size, tile = offset / c.tile_tokens, lane = offset % c.tile_tokens;
+    for (int32_t h = 0; h < c.num_kv_heads; ++h) {
+      int64_t head = (block * c.num_layers + call.layer) * c.num_kv_heads + h;
+      int64_t from = (token * c.num_kv_heads + h) * c.head_dim;
+      auto* k = static_cast<const typename Given::Bits*>(call.k) + from;
+      auto* v = static_cast<const typename Given::Bits*>(call.v) + from;
+      auto* k_tile = k_cache + (head * c.block_size + tile * c.tile_tokens) * c.k_dim;
+      write_head<Given, Stored>(k, c.head_dim, c.k_dim, k_tile + lane * pack, c.tile_tokens * pack);
+      auto* v_row = v_cache + (head * c.block_size + offset / pack * pack) * c.v_dim + offset % pack;
+      for (int32_t d = 0; d < c.v_dim; ++d)
+        v_row[d * pack] = d < c.head_dim ? Stored::put(Given::get(v[d])) : typename Stored::Bits(0);
+    }
+  }
+}
+
+template <class Given>
+void write_as_stored(const AttentionCall& call, int64_t begin, int64_t end) {
+  switch (call.cache.stored) {
+    case Number::float32: return write_tokens<Given, Float32>(call, begin, end);
+    case Number::bfloat16: return write_tokens<Given, BFloat16>(call, begin, end);
+    case Number::float16: return write_tokens<Given, Float16>(call, begin, end);
+  }
+}
+
+}  // namespace
+
+void write_kv(const AttentionCall& call, int64_t begin, int64_t end) {
+  switch (call.given) {
+    case Number::float32: return write_as_stored<Float32>(call, begin, end);
+    case Number::bfloat16: return write_as_stored<BFloat16>(call, begin, end);
+    case Number::float16: return write_as_stored<Float16>(call, begin, end);
+  }
+}
+
+}  // namespace pagedjax

@@ -1,0 +1,91 @@
+"""Ragged attention in C++ for CPUs, called through XLA's FFI: `pallas_kernels/native/attention.h` tells how it works.
+
+Layout: K and V as [num_blocks, num_layers, kv_heads, block_size * padded head_dim], tiled inside (attention.h); half
+precision as bits, unsigned ones of bfloat16 and signed ones of float16, since XLA:CPU of JAX 0.10 converts half
+precision to float32 and back around any move. q, k and v may be of another type than the cache.
+
+The handler writes K and V into the cache that it reads, so the call aliases the cache's input and output: XLA copies
+the cache first where the caller's jit does not donate it. Sums are float32; a bfloat16 cache takes queries and weights
+rounded to bfloat16 where the machine multiplies these. A query's bits depend on its own context alone, not on the
+batch, the chunks or the threads. Limits: head_dim up to 256, block sizes that are multiples of 8 from 8 to 64.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionShape, KVBlocks, Ragged
+
+TARGET = "pagedjax_ragged_attention"
+STORED = {"float32": jnp.float32, "bfloat16": jnp.uint16, "float16": jnp.int16}
+
+
+def refuse(platform: str, shape: AttentionShape, dtype: Any) -> str | None:
+    """Why the kernel can't run there, or None."""
+    if platform != "cpu":
+        return f"it runs on CPUs, and this platform is {platform}"
+    if jnp.dtype(dtype).name not in STORED:
+        return f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(STORED)}"
+    if shape.block_size % 8 or not 8 <= shape.block_size <= 64:
+        return f"block_size {shape.block_size} is not a multiple of 8 from 8 to 64"
+    if shape.head_dim > 256:
+        return f"head_dim {shape.head_dim} is above 256"
+    return native.unavailable()
+
+
+def init_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, num_layers: int = 1
+) -> KVBlocks:
+    """Zeroed K and V, [num_blocks, num_layers, kv_heads, numbers] each."""
+    k, v = (
+        jnp.zeros((num_blocks, num_layers, num_kv_heads, block_size * dim), STORED[jnp.dtype(dtype).name])
+        for dim in padded(head_dim)
+    )
+    return KVBlocks(k, v)
+
+
+def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:
+    """Bytes of one block of one layer, padding included."""
+    return block_size * num_kv_heads * sum(padded(head_dim)) * jnp.dtype(dtype).itemsize
+
+
+def padded(head_dim: int) -> tuple[int, int]:
+    """Dimensions that K and V take in the cache: whole pairs, and whole vectors of 16."""
+    return head_dim + head_dim % 2, -(-head_dim // 16) * 16
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVBlocks,
+    ragged: Ragged,
+    *,
+    scale: float,
+    layer: int | jax.Array = 0,
+) -> tuple[jax.Array, KVBlocks]:
+    """See `AttentionBackend`. Raises NativeUnavailable where there is no library."""
+    native.load()
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *cache)]
+    call = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={3: 1, 4: 2})
+    block_size = cache.k.shape[-1] // padded(q.shape[-1])[0]
+    out, new_k, new_v = call(
+        q,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
+        *cache,
+        ragged.block_tables,
+        ragged.q_starts,
+        ragged.kv_lens,
+        ragged.slots,
+        jnp.asarray(layer, jnp.int32),
+        block_size=np.int32(block_size),
+        scale=np.float32(scale),
+    )
+    return out, KVBlocks(new_k, new_v)
+
+
+BACKEND = AttentionBackend("native", init_cache, block_bytes, attend, joins_layers=True)

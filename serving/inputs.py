@@ -1,0 +1,108 @@
+"""What a model is given: the prompts of a completion, the messages of a chat."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pagedjax.core.errors import RequestError
+from serving import fields
+from serving.fields import Check, known_fields, one_of, record, refused, required, string
+
+MAX_PROMPTS = 256
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What parsing must know of the model. Lengths in tokens."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+
+
+def read_prompts(value: Any, model: ModelFacts) -> tuple[Prompt, ...]:
+    """A string, strings, token ids, or arrays of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value and type(value[0]) is int:
+        return (_prompt_ids(value, model),)
+    if not isinstance(value, list) or not value:
+        raise RequestError("prompt must be a string, or a non-empty array of strings or token ids", param="prompt")
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
+    if not all(type(item) is type(value[0]) for item in value):
+        raise RequestError("prompt mixes types; give strings only or arrays of token ids only", param="prompt")
+    if isinstance(value[0], str):
+        return tuple(value)
+    return tuple(_prompt_ids(item, model) for item in value)
+
+
+def _prompt_ids(value: Any, model: ModelFacts) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise RequestError("a prompt of token ids must be a non-empty array of integers", param="prompt")
+    if len(value) >= model.max_model_len:
+        message = (
+            f"the prompt has {len(value)} tokens and the context holds {model.max_model_len}, "
+            "of which at least one is generated; shorten the prompt"
+        )
+        raise RequestError(message, param="prompt", code="context_length_exceeded")
+    if not all(type(item) is int for item in value):
+        raise RequestError("a prompt of token ids must hold integers only", param="prompt", code="invalid_type")
+    check_ids(value, "prompt", model)
+    return tuple(value)
+
+
+def check_ids(token_ids: Any, name: str, model: ModelFacts) -> None:
+    """Token ids (or the keys of a bias) must be in the vocabulary."""
+    beyond = next((i for i in token_ids if not 0 <= i < model.vocab_size), None)
+    if beyond is not None:
+        message = f"{name} holds token id {beyond}; the vocabulary has ids 0..{model.vocab_size - 1}"
+        raise RequestError(message, param=name, code="invalid_token_id")
+
+
+def read_messages(values: list[Any], model: ModelFacts) -> tuple[dict[str, str], ...]:
+    if not values:
+        raise RequestError("messages must hold at least one message", param="messages")
+    if len(values) > model.max_model_len:
+        # Each takes a token at least; a hundred thousand would be rendered for a second only to be refused.
+        message = f"{len(values)} messages are more than a context of {model.max_model_len} tokens can hold"
+        raise RequestError(message, param="messages", code="context_length_exceeded")
+    return tuple(_message(value, i) for i, value in enumerate(values))
+
+
+def _message(value: Any, i: int) -> dict[str, str]:
+    """One message in the template's shape. `developer` is the newer name of `system`."""
+    where = f"messages[{i}]"
+    known: dict[str, Check] = {
+        "role": string,
+        "content": _content,
+        "name": string,
+        "tool_calls": one_of([]),
+        **dict.fromkeys(("refusal", "audio", "function_call", "tool_call_id"), refused),
+    }
+    given = known_fields(record(value, where), known, f"{where}.")
+    role = given.get("role")
+    if role not in ROLES:
+        message = f"{where}.role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}"
+        raise RequestError(message, param=f"{where}.role")
+    named = {"name": given["name"]} if "name" in given else {}
+    return {"role": ROLES[role], "content": required(given, "content", f"{where}."), **named}
+
+
+def _content(value: Any, name: str) -> str:
+    """A string, or text parts, joined by line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise fields.wrong(value, name, "a string or a non-empty array of text parts")
+    return "\n".join(_text_part(part, f"{name}[{i}]") for i, part in enumerate(value))
+
+
+def _text_part(value: Any, name: str) -> str:
+    kind = record(value, name).get("type")
+    if kind != "text":
+        raise fields.unsupported(f"{name}.type", kind)
+    given = known_fields(value, {"type": string, "text": string}, f"{name}.")
+    return str(required(given, "text", f"{name}."))
