@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pagedjax.core import leaving, planning, scheduler, waiting
-from pagedjax.core.blocks import register
+from pagedjax.core import failing, forking, leaving, parking, planning, resuming, scheduler, transfers, waiting
+from pagedjax.core.blocks import register, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.errors import SchedulerError
-from pagedjax.core.state import Cause, Phase, next_phase
+from pagedjax.core.state import Cause, Phase, TransferDone, next_phase
 from tests.core.world import random_world
 
 NUM_WORLDS = 60
@@ -62,13 +62,14 @@ def victim_is_always_the_beneficiary(victim_index):
 
 
 def free_a_victim_in_flight_at_once(make_room):
-    def mutant(running, beneficiary, num_new, pool):
-        pool = make_room(running, beneficiary, num_new, pool)
+    def mutant(state, batch, running, *args):
+        pool, tiers = make_room(state, batch, running, *args)
         for i, sequence in enumerate(running):
             if sequence.phase is Phase.YIELDING and sequence.blocks:
-                pool = planning.give(pool, sequence.blocks, sequence.block_hashes)
+                pool, tiers, effects = parking.park(pool, tiers, sequence, state.config)
+                batch.effects.extend(effects)
                 running[i] = sequence._replace(blocks=())
-        return pool
+        return pool, tiers
 
     return mutant
 
@@ -140,18 +141,18 @@ def count_one_step_too_many_in_flight(accept):
 
 
 def compute_what_is_computed_already(plan_row):
-    def mutant(batch, sequence, length, block_size):
+    def mutant(batch, sequence, *args):
         back = max(0, sequence.num_planned - 1)
-        return plan_row(batch, sequence._replace(num_planned=back), length, block_size)
+        return plan_row(batch, sequence._replace(num_planned=back), *args)
 
     return mutant
 
 
 def finish_at_once_though_in_flight(drain):
-    def mutant(state):
+    def mutant(state, **options):
         leaves = [s for s in state.running if s.phase is Phase.ABORTING]
         running = tuple(s._replace(num_in_flight=0) if s in leaves else s for s in state.running)
-        return drain(replace(state, running=running))
+        return drain(replace(state, running=running), **options)
 
     return mutant
 
@@ -164,12 +165,115 @@ def plan_the_aborted(abort):
     return lambda s: s._replace(phase=next_phase(next_phase(Phase.WAITING, Cause.ADMIT), Cause.PREEMPT))
 
 
+def never(question):
+    return lambda *args: False
+
+
+def move_to_each_other_s_blocks(swap_out):
+    def mutant(*args):
+        tiers, effects = swap_out(*args)
+        return tiers, tuple(
+            e._replace(moves=tuple(zip([d for d, _ in e.moves][::-1], [b for _, b in e.moves]))) for e in effects
+        )
+
+    return mutant
+
+
+def gather_nothing(swap_out):
+    return lambda *args: (swap_out(*args)[0], ())
+
+
+def discard_nothing(cancel_fetch):
+    return lambda *args: (cancel_fetch(*args)[0], ())
+
+
+def keep_all_copies(give_up_copies):
+    return lambda tiers, parked: tiers
+
+
+def forget_nothing(forget):
+    return lambda pool, names: pool
+
+
+def name_a_partial_block_like_a_longer_one(names_of):
+    return lambda sequence, block_size: names_of(sequence._replace(num_computed=sequence.num_tokens), block_size)
+
+
+def keep_in_transfer(end_transfer):
+    return lambda tiers, transfer_id: tiers._replace(transfers=tiers.transfers.delete(transfer_id))
+
+
+def trust_what_is_lost(give_up_lost):
+    return lambda tiers, *args: tiers
+
+
+def take_a_failure_for_success(failed):
+    return lambda state, transfer_id, transfer: transfers.transfer_done(
+        state, TransferDone(transfer_id, True, state.now_us)
+    )
+
+
+def scatter_nothing(land):
+    return lambda state, rows: (land(state, rows)[0], ())
+
+
+def scatter_to_each_other_s_blocks(start_fetch):
+    def mutant(*args):
+        pool, tiers, sequence, effects = start_fetch(*args)
+        parked = tiers.parked[sequence.sequence_id]
+        scatters = tuple(
+            s._replace(pairs=tuple((i, b) for (i, _), (_, b) in zip(s.pairs, s.pairs[::-1]))) for s in parked.scatters
+        )
+        parked = parked._replace(scatters=scatters)
+        return pool, tiers._replace(parked=tiers.parked.set(sequence.sequence_id, parked)), sequence, effects
+
+    return mutant
+
+
+def count_partial_blocks_as_full(num_tokens_in):
+    return lambda num_blocks, parked, block_size: num_blocks * block_size
+
+
+def copy_the_other_way(with_own_tail):
+    def mutant(*args):
+        pool, sequence, (source, target) = with_own_tail(*args)
+        return pool, sequence, (target, source)
+
+    return mutant
+
+
+def write_a_shared_prompt(start_of_fork):
+    return lambda *args: start_of_fork(*args)._replace(writes=True)
+
+
+def lose_the_copies_but_keep_counting(park_without_device):
+    def mutant(tiers, sequence, block_size):
+        after, effects = park_without_device(tiers, sequence, block_size)
+        parked = after.parked[sequence.sequence_id]._replace(copies=())
+        return after._replace(parked=after.parked.set(sequence.sequence_id, parked)), effects
+
+    return mutant
+
+
+def keep_the_lost_cache(make_pool):
+    def mutant(num_blocks):
+        return take(make_pool(num_blocks), 1)[0]
+
+    return mutant
+
+
+def go_on_as_if_nothing_had_happened(marked):
+    return lambda sequence, guilty: sequence
+
+
 MUTANTS = [
     (leaving, "give", leak_all),
     (leaving, "give", leak_one_block),
     (leaving, "give", free_twice),
     (leaving, "give", forget_names),
-    (planning, "give", leak_all),
+    (parking, "give", leak_one_block),
+    (parking, "give", free_twice),
+    (parking, "give", leak_all),
     (planning, "share", share_without_counting),
     (planning, "share", share_without_leaving_the_idle_queue),
     (planning, "take", take_one_block_too_few),
@@ -178,10 +282,10 @@ MUTANTS = [
     (planning, "victim_index", victim_is_always_the_beneficiary),
     (planning, "_make_room", free_a_victim_in_flight_at_once),
     (planning, "num_blocks_to_admit", admit_without_headroom),
-    (planning, "max_prefix_blocks", reuse_the_last_token),
-    (planning, "longest_prefix", wrong_prefix),
-    (planning, "longest_prefix", stale_prefix),
-    (planning, "longest_prefix", share_too_short_a_prefix_of_names),
+    (resuming, "max_prefix_blocks", reuse_the_last_token),
+    (resuming, "longest_prefix", wrong_prefix),
+    (resuming, "longest_prefix", stale_prefix),
+    (resuming, "longest_prefix", share_too_short_a_prefix_of_names),
     (scheduler, "plan_step", register_before_done),
     (scheduler, "_filled_blocks", register_under_a_neighbour_s_name),
     (waiting, "park", lose_the_preempted),
@@ -194,6 +298,28 @@ MUTANTS = [
     (scheduler, "drain", finish_at_once_though_in_flight),
     (scheduler, "_abort", forget_the_abort),
     (scheduler, "_abort", plan_the_aborted),
+    (resuming, "share", share_without_counting),
+    (parking, "is_being_written", never),
+    (parking, "_swap_out", move_to_each_other_s_blocks),
+    (parking, "_swap_out", gather_nothing),
+    (parking, "_cancel_fetch", discard_nothing),
+    (parking, "_give_up_copies", keep_all_copies),
+    (parking, "forget", forget_nothing),
+    (parking, "names_of", name_a_partial_block_like_a_longer_one),
+    (transfers, "end_transfer", keep_in_transfer),
+    (transfers, "_give_up_lost", trust_what_is_lost),
+    (transfers, "_failed", take_a_failure_for_success),
+    (resuming, "land", scatter_nothing),
+    (resuming, "start_fetch", scatter_to_each_other_s_blocks),
+    (resuming, "_num_tokens_in", count_partial_blocks_as_full),
+    (planning, "writes_shared_tail", never),
+    (planning, "with_own_tail", copy_the_other_way),
+    (planning, "awaits_parent", never),
+    (planning, "start_of_fork", write_a_shared_prompt),
+    (forking, "share", share_without_counting),
+    (failing, "park_without_device", lose_the_copies_but_keep_counting),
+    (failing, "make_pool", keep_the_lost_cache),
+    (failing, "_marked", go_on_as_if_nothing_had_happened),
 ]
 
 

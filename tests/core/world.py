@@ -54,7 +54,7 @@ SMALL = {
 }
 
 
-RUBBISH = (-1,)
+RUBBISH, BROKEN = (-1,), (-2,)
 Contents = tuple[int | None, ...]  # of one block, by offset
 
 
@@ -159,11 +159,13 @@ class World:
                 self.lower[swap_out.tier, block_id] = content if ok else RUBBISH
         else:
             fetch = self.fetching.pop(transfer_id)
+            contents = [self.lower[fetch.tier, block_id] for block_id in fetch.block_ids]
+            assert RUBBISH not in contents, "a copy is read that is not there"
+            ok = ok and BROKEN not in contents
             if ok:
-                self.staged[transfer_id] = [self.lower[fetch.tier, block_id] for block_id in fetch.block_ids]
-                assert RUBBISH not in self.staged[transfer_id], "a copy is read that is not there"
+                self.staged[transfer_id] = contents
             else:
-                self.lower.update({(fetch.tier, block_id): RUBBISH for block_id in fetch.block_ids})
+                self.lower.update({(fetch.tier, block_id): BROKEN for block_id in fetch.block_ids})
         return self.send(TransferDone(transfer_id, ok, self.tick()))
 
     def step(self) -> StepPlan | None:
@@ -177,8 +179,10 @@ class World:
 
     def run(self) -> int:
         """Run until nobody is left, as far ahead as is allowed; the number of plans that took."""
-        num_plans = 0
+        num_plans, num_turns, bound = 0, 0, 10 * self.step_bound() + 100
         while self.state.running or self.state.waiting.places:
+            num_turns += 1
+            assert num_turns < bound, "it goes round in circles"
             plan = self.due()
             num_plans += plan is not None
             if plan is None or len(self.state.in_flight) == self.state.config.max_steps_in_flight:
