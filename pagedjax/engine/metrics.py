@@ -10,7 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from pagedjax.core.plan import Tier
 from pagedjax.core.state import State
+from pagedjax.core.tiers import pool_of
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -71,17 +73,21 @@ class _StateGauges(Collector):
         state = self._state()
         if state is None:
             return
-        pool = state.pool
         yield GaugeMetricFamily("pagedjax_requests_waiting", "Sequences in line.", len(state.waiting))
         yield GaugeMetricFamily("pagedjax_waiting_tokens", "Tokens of sequences in line.", state.waiting.num_tokens)
         yield GaugeMetricFamily("pagedjax_requests_running", "Sequences running.", len(state.running))
         yield GaugeMetricFamily("pagedjax_steps_in_flight", "Steps planned and not done.", len(state.in_flight))
-        blocks = GaugeMetricFamily("pagedjax_kv_blocks", "KV blocks by state.", labels=["state"])
-        for name, count in (("held", pool.counts), ("idle", pool.idle), ("clean", pool.clean)):
-            blocks.add_metric([name], len(count))
+        yield GaugeMetricFamily("pagedjax_transfers_in_flight", "Swaps under way.", len(state.tiers.transfers))
+        blocks = GaugeMetricFamily("pagedjax_kv_blocks", "KV blocks by tier and state.", labels=["tier", "state"])
+        usage = GaugeMetricFamily("pagedjax_kv_cache_usage_ratio", "Share of the tier that is held.", labels=["tier"])
+        for tier in Tier:
+            pool = state.pool if tier is Tier.DEVICE else pool_of(state.tiers, tier)
+            if pool.num_blocks:
+                for name, count in (("held", pool.counts), ("idle", pool.idle), ("clean", pool.clean)):
+                    blocks.add_metric([tier, name], len(count))
+                usage.add_metric([tier], len(pool.counts) / pool.num_blocks)
         yield blocks
-        usage = len(pool.counts) / pool.num_blocks
-        yield GaugeMetricFamily("pagedjax_kv_cache_usage_ratio", "Share of the KV blocks that is held.", usage)
+        yield usage
 
 
 class _DeviceMemory(Collector):

@@ -46,6 +46,13 @@ def test_an_automatic_size_stays_when_a_little_memory_more_or_less_is_free(monke
     assert found == {192}
 
 
+def test_an_automatic_size_spares_what_else_the_device_must_hold(monkeypatch):
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 500 * MIB)
+    assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB, spared_bytes=60 * MIB) == 128
+    asked = RuntimeConfig(kv_cache_memory=0.5 / 8)
+    assert kv_cache.choose_num_blocks(asked, SCHEDULER, MIB, spared_bytes=60 * MIB) == 64
+
+
 def test_rounding_never_costs_the_one_sequence_that_fits(monkeypatch):
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 179 * MIB)
     scheduler = SchedulerConfig(block_size=16, max_model_len=71 * 16, max_num_seqs=4)
@@ -108,6 +115,9 @@ def test_unreadable_memory_asks_for_the_flag(tmp_path, monkeypatch):
         {"kv_cache_memory": 0},
         {"kv_cache_memory": float("inf")},
         {"num_gpu_blocks_override": 0},
+        {"swap_space": -1},
+        {"swap_space_disk": float("nan")},
+        {"swap_dir": "/tmp"},
         {"num_compile_threads": 0},
     ],
 )
