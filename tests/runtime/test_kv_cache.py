@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +11,8 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.models.stack import init_caches
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.config import RuntimeConfig
+from pallas_kernels.block_copy import staging_for
+from pallas_kernels.dispatch import CANDIDATES
 from pallas_kernels.ragged_attention import xla
 from tests.runtime.tiny import CONFIG
 
@@ -21,6 +24,14 @@ def test_block_bytes_are_what_is_allocated():
     caches = init_caches(CONFIG, xla.BACKEND, num_blocks=10, block_size=16, dtype=jnp.float32)
     allocated = sum(leaf.nbytes for cache in caches for leaf in cache)
     assert allocated == 10 * kv_cache.block_bytes(CONFIG, xla.BACKEND, 16, jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("backend", [c.backend for c in CANDIDATES["ragged_attention"]], ids=lambda b: b.name)
+def test_block_bytes_are_what_is_staged_of_a_block(backend, dtype):
+    caches = jax.eval_shape(lambda: init_caches(CONFIG, backend, num_blocks=3, block_size=16, dtype=jnp.dtype(dtype)))
+    row = staging_for(caches, 1)
+    assert row.size * row.dtype.itemsize == kv_cache.block_bytes(CONFIG, backend, 16, jnp.dtype(dtype))
 
 
 def test_memory_that_is_asked_for_is_used():
