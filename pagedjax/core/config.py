@@ -7,10 +7,26 @@ from typing import Literal, get_args
 from pagedjax.core.errors import ConfigError
 
 PreemptionMethod = Literal["auto", "swap", "recompute"]
+PreemptionMode = Literal["aggressive", "conservative"]
+PreemptionStrategy = Literal["priority", "tenant_aware"]
 MAX_WEIGHT = 10_000
+MAX_WAIT_S = 1e9
 
 _COUNTS = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
-_COUNTS_OR_ZERO = ("num_host_blocks", "num_disk_blocks", "swap_us_per_block", "recompute_us_per_token")
+FIXED = ("block_size", "num_blocks", "num_host_blocks", "num_disk_blocks")
+_COUNTS_OR_ZERO = (
+    "num_host_blocks",
+    "num_disk_blocks",
+    "swap_us_per_block",
+    "recompute_us_per_token",
+    "time_slice",
+    "min_execution_chunk",
+)
+_CHOICES = {
+    "preemption_method": get_args(PreemptionMethod),
+    "preemption_mode": get_args(PreemptionMode),
+    "preemption_strategy": get_args(PreemptionStrategy),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +35,16 @@ class SchedulerConfig:
 
     `async_scheduling` plans one step ahead of the one that runs. A tier of 0 blocks is absent. `preemption_method` auto
     swaps where moving a victim's blocks out and in again, `swap_us_per_block` each way, takes less time than computing
-    its tokens again, `recompute_us_per_token` each; both are measured. `tenant_weights`, given as pairs or as a
-    mapping, are (name, weight) by name; a tenant that is not named has the weight 1. Raises ConfigError, naming the
-    flag.
+    its tokens again, `recompute_us_per_token` each; both are measured.
+
+    Without `enable_preemption` a request is admitted once there is room for all its tokens. `preemption_mode`
+    aggressive admits on the prompt and one block, and preempts for a better-ranked request at once; conservative admits
+    on the expected length, and preempts only for one that has waited a `time_slice`, is aged or whose tenant is owed.
+    `time_slice` (ms) and `min_execution_chunk` (tokens) are what a sequence may run before it must yield to a better
+    rank. After `max_wait_s` in line a request goes before all that have waited less. `preemption_strategy` tenant_aware
+    protects a tenant whose share is more than `fairness_threshold` below the fair one, and preempts those first that
+    hold as much more than their fair share of the blocks. `tenant_weights`, given as pairs or as a mapping, are (name,
+    weight); a tenant that is not named has the weight 1. Raises ConfigError, naming the flag.
     """
 
     block_size: int = 16
@@ -39,6 +62,13 @@ class SchedulerConfig:
     preemption_method: PreemptionMethod = "auto"
     swap_us_per_block: int = 50
     recompute_us_per_token: int = 100
+    enable_preemption: bool = True
+    preemption_mode: PreemptionMode = "aggressive"
+    preemption_strategy: PreemptionStrategy = "tenant_aware"
+    time_slice: int = 50
+    min_execution_chunk: int = 16
+    max_wait_s: float = 60.0
+    fairness_threshold: float = 0.2
     tenant_weights: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -49,10 +79,14 @@ class SchedulerConfig:
         for name in _COUNTS_OR_ZERO:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}; {_flag(name)}")
-        if self.preemption_method not in get_args(PreemptionMethod):
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}; {_flag(name)}")
+        if not 0 < self.max_wait_s <= MAX_WAIT_S:
+            raise ConfigError(f"max_wait_s must lie above 0 and up to 10^9, not {self.max_wait_s}; set --max-wait-s")
+        if not 0 <= self.fairness_threshold <= 1:
             raise ConfigError(
-                f"preemption_method {self.preemption_method!r} is not one of {', '.join(get_args(PreemptionMethod))}; "
-                "set --preemption-method"
+                f"fairness_threshold must lie in 0..1, not {self.fairness_threshold}; set --fairness-threshold 0.2"
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size {self.block_size} must be a power of two; try --block-size 16")
@@ -68,6 +102,14 @@ class SchedulerConfig:
                 f"max_model_len {self.max_model_len}; raise --max-num-batched-tokens "
                 "or drop --no-enable-chunked-prefill"
             )
+
+    @property
+    def time_slice_us(self) -> int:
+        return self.time_slice * 1000
+
+    @property
+    def max_wait_us(self) -> int:
+        return round(self.max_wait_s * 1e6)
 
     def queue_share(self, tenant: str) -> tuple[int, int]:
         """How many requests and tokens the tenant may have in line: its weight's share of the queue, if there are

@@ -15,6 +15,7 @@ from pagedjax.core.plan import RowResult, StepPlan
 from pagedjax.core.policy import STAYS
 from pagedjax.core.request import FinishReason
 from pagedjax.core.state import Cause, Effect, Sequence, State, StepFailed, next_phase
+from pagedjax.core.yielding import yields
 
 
 def step_failed(state: State, event: StepFailed) -> tuple[State, tuple[Effect, ...]]:
@@ -42,7 +43,7 @@ def step_failed(state: State, event: StepFailed) -> tuple[State, tuple[Effect, .
         shared_tails=frozenset(),
         suspects=tuple([i for i in suspects if i in here]),
     )
-    state, more = drain(state, reason="failure")
+    state, more = drain(state)
     return state, effects + more
 
 
@@ -62,5 +63,5 @@ def _marked(sequence: Sequence, guilty: int | None) -> Sequence:
     if sequence.finish is None and sequence.sequence_id == guilty:
         return sequence._replace(phase=next_phase(sequence.phase, Cause.FINISH), finish=FinishReason.ERROR)
     if sequence.phase in STAYS:
-        return sequence._replace(phase=next_phase(sequence.phase, Cause.PREEMPT))
+        return yields(sequence, "failure")
     return sequence

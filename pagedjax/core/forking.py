@@ -12,9 +12,9 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.leaving import drain
 from pagedjax.core.plan import Fork, Row, RowResult, StepPlan
-from pagedjax.core.policy import STAYS
 from pagedjax.core.resuming import Start
-from pagedjax.core.state import Cause, Effect, Phase, Sequence, State, next_phase
+from pagedjax.core.state import Effect, Phase, Sequence, State
+from pagedjax.core.yielding import yields
 
 
 def add_children(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -> State:
@@ -27,24 +27,27 @@ def add_children(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -
                 raise SchedulerError(f"sequence {fork.sequence_id} is here already")
             child = running[fork.sequence_id] = _child(running[row.sequence_id], row, fork, state.config)
             pool = share(pool, child.blocks)
+            # Room for the copies that come of it was never reserved.
+            parent = running[row.sequence_id]
+            running[row.sequence_id] = parent._replace(stay=parent.stay._replace(reserved=False))
             if child.num_computed % state.config.block_size:
                 shared_tails |= {child.blocks[-1]}
     in_rank_order = tuple(sorted(running.values(), key=lambda s: s.rank))
     return replace(state, running=in_rank_order, pool=pool, shared_tails=shared_tails)
 
 
-def leave_for_slots(state: State) -> tuple[State, tuple[Effect, ...]]:
-    """If forks are more than there are slots, the lowest ranks go back in line."""
+def leave_for_slots(state: State, results: tuple[RowResult, ...]) -> tuple[State, tuple[Effect, ...]]:
+    """The lowest-ranked of the new forks get in line if there are not slots for all."""
     excess = len(state.running) - state.config.max_num_seqs
     if excess <= 0:
         return state, ()
+    children = {fork.sequence_id for result in results for fork in result.children}
     running = list(state.running)
     for index in range(len(running) - 1, -1, -1):
-        sequence = running[index]
-        if excess > 0 and sequence.phase in STAYS and not sequence.num_in_flight:
-            running[index] = sequence._replace(phase=next_phase(sequence.phase, Cause.PREEMPT))
+        if excess > 0 and running[index].sequence_id in children and running[index].phase is Phase.RUNNING:
+            running[index] = yields(running[index], "slots")
             excess -= 1
-    return drain(replace(state, running=tuple(running)), reason="slots")
+    return drain(replace(state, running=tuple(running)))
 
 
 def writes_shared_tail(sequence: Sequence, pool: BlockPool, shared_tails: frozenset[int], block_size: int) -> bool:
@@ -79,13 +82,15 @@ def awaits_parent(state: State, sequence: Sequence, parent: Sequence | None, row
     return parent.num_planned < sequence.num_tokens or parent.sequence_id in state.tiers.landing
 
 
-def start_of_fork(parent: Sequence, block_size: int) -> Start:
+def start_of_fork(parent: Sequence, block_size: int, is_reserved: bool) -> Start:
     """All of the prompt is there; the last token is only run again, for its logits, and writes nothing.
 
-    A tail that the parent has filled up is its own, though: the prefix cache may give it to others.
+    A tail that the parent has filled up is its own, though: the prefix cache may give it to others. Nor is a tail
+    shared where room is reserved, since a copy of it would need more.
     """
     num_full, num_more = divmod(parent.request.prompt_len, block_size)
-    if num_more and parent.num_planned >= (num_full + 1) * block_size:
+    is_filled = parent.num_planned >= (num_full + 1) * block_size
+    if num_more and (is_filled or is_reserved or parent.stay.reserved):
         return Start(parent.blocks[:num_full], num_full * block_size)
     blocks = parent.blocks[: num_full + bool(num_more)]
     shared_tail = frozenset(blocks[-1:] if num_more else ())
@@ -100,7 +105,7 @@ def _child(parent: Sequence, row: Row, fork: Fork, config: SchedulerConfig) -> S
     if num_tokens - request.prompt_len >= request.max_tokens:
         raise SchedulerError(f"sequence {fork.sequence_id} has all its tokens when it is forked")
     names = parent.block_hashes[: (num_tokens - 1) // config.block_size]
-    names += fork.block_hashes if config.enable_prefix_caching else ()
+    names += fork.block_hashes if parent.stay.named else ()
     if names and len(names) != num_tokens // config.block_size:
         raise SchedulerError(f"sequence {fork.sequence_id} has {num_tokens // config.block_size} full blocks: {fork}")
     return parent._replace(
@@ -110,4 +115,5 @@ def _child(parent: Sequence, row: Row, fork: Fork, config: SchedulerConfig) -> S
         num_expected=num_tokens,
         block_hashes=names,
         finish=None,
+        stay=parent.stay._replace(reserved=False),
     )

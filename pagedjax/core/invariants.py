@@ -5,7 +5,7 @@ from collections import Counter
 from pagedjax.core.blocks import BlockPool
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.parking import phase_of
-from pagedjax.core.policy import STAYS
+from pagedjax.core.policy import STAYS, num_blocks_reserved
 from pagedjax.core.state import Phase, State
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from pagedjax.core.waiting import find, in_rank_order
@@ -20,6 +20,7 @@ def check(state: State) -> None:
     _check_waiting(state)
     _check_running(state)
     _check_in_flight(state)
+    assert num_blocks_reserved(state.running, state.config.block_size) <= state.pool.num_free, "a reservation is broken"
 
 
 def _check_device_blocks(state: State) -> None:
@@ -113,7 +114,8 @@ def _check_waiting(state: State) -> None:
 
 def _check_running(state: State) -> None:
     config = state.config
-    assert len(state.running) <= config.max_num_seqs, "too many sequences run"
+    if state.config_since == 0:
+        assert len(state.running) <= config.max_num_seqs, "too many sequences run"
     ids = [s.sequence_id for s in state.running]
     assert len(set(ids)) == len(ids) and not any(i in state.waiting.places for i in ids), "a sequence is in two places"
     assert [s.rank for s in state.running] == sorted(s.rank for s in state.running), "running is out of rank order"
@@ -128,13 +130,15 @@ def _check_running(state: State) -> None:
 
 def _check_in_flight(state: State) -> None:
     config = state.config
-    assert len(state.in_flight) <= config.max_steps_in_flight, "too many steps are in flight"
+    assert len(state.in_flight) <= 2, "too many steps are in flight"
     counts = Counter(row.sequence_id for plan in state.in_flight for row in plan.rows)
     assert {s.sequence_id: s.num_in_flight for s in state.running if s.num_in_flight} == counts, "in-flight miscount"
     for plan in state.in_flight:
         lengths = [row.length for row in plan.rows]
-        assert 0 < sum(lengths) <= config.max_num_batched_tokens, "a step has too many tokens"
-        assert len(lengths) <= config.max_num_seqs, "a step has too many rows"
+        assert lengths and min(lengths) > 0, "a step has nothing to compute"
+        if plan.plan_id >= state.config_since:
+            assert sum(lengths) <= config.max_num_batched_tokens, "a step has too many tokens"
+            assert len(lengths) <= config.max_num_seqs, "a step has too many rows"
         decodes = sum(1 for length in lengths if length == 1)
         assert all(length == 1 for length in lengths[:decodes]), "decode rows do not come first"
         for row in plan.rows:

@@ -7,15 +7,16 @@ from pagedjax.core.blocks import give
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.parking import let_go, park, phase_of
 from pagedjax.core.policy import STAYS
+from pagedjax.core.request import FinishReason
 from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
-from pagedjax.core.tenants import enter
+from pagedjax.core.tenants import ended, enter
 from pagedjax.core.tiers import Tiers
 
 _WAITS = (Phase.WAITING, Phase.SWAPPING_OUT, Phase.SWAPPED)
 _CAUSES = {Phase.WAITING: Cause.DRAIN, Phase.SWAPPING_OUT: Cause.SWAP, Phase.SWAPPED: Cause.KEEP}
 
 
-def drain(state: State, *, reason: str = "memory") -> tuple[State, tuple[Effect, ...]]:
+def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
     """Send off every sequence that is marked to leave and is in no plan in flight, and free its blocks."""
     leavers = [s for s in state.running if s.phase is not Phase.RUNNING and s.num_in_flight == 0]
     leavers = [s for s in leavers if s.phase not in STAYS]
@@ -24,7 +25,7 @@ def drain(state: State, *, reason: str = "memory") -> tuple[State, tuple[Effect,
     effects: list[Effect] = []
     for sequence in leavers:
         if sequence.phase is Phase.YIELDING:
-            state, more = _back_in_line(state, sequence, reason)
+            state, more = _back_in_line(state, sequence)
         else:
             state, more = end(state, sequence)
         effects += more
@@ -36,18 +37,21 @@ def drain(state: State, *, reason: str = "memory") -> tuple[State, tuple[Effect,
 
 
 def end(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
-    """Free all that a sequence has, in every tier. Whoever waits at the line's end is to be taken out of it first."""
+    """Free all that a sequence has, in every tier. One that is in line is to be taken out of it first."""
     if sequence.finish is None:
         raise SchedulerError(f"sequence {sequence.sequence_id} ends without a reason")
     next_phase(sequence.phase, Cause.ABORT if sequence.phase in _WAITS else Cause.DRAIN)
     pool = give(state.pool, sequence.blocks, sequence.block_hashes)
     pool, tiers, effects = let_go(pool, state.tiers, sequence, state.config.block_size)
+    tenants = state.tenants
+    if sequence.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        tenants = ended(tenants, sequence.request.tenant, sequence.num_tokens - sequence.request.prompt_len)
     suspects = tuple([i for i in state.suspects if i != sequence.sequence_id])
-    state = replace(state, pool=pool, tiers=tiers, suspects=suspects)
+    state = replace(state, pool=pool, tiers=tiers, tenants=tenants, suspects=suspects)
     return state, (*effects, Finish(sequence.sequence_id, sequence.finish))
 
 
-def back_in_line(sequence: Sequence) -> Sequence:
+def back_in_line(sequence: Sequence, now_us: int) -> Sequence:
     """The sequence with its tokens but without its blocks: what is left of them, `tiers.parked` says."""
     return sequence._replace(
         phase=Phase.WAITING,
@@ -56,7 +60,9 @@ def back_in_line(sequence: Sequence) -> Sequence:
         num_planned=0,
         num_cached=0,
         blocks=(),
-        num_served=max(sequence.num_served, sequence.num_computed),
+        stay=sequence.stay._replace(
+            since_us=now_us, num_served=max(sequence.stay.num_served, sequence.num_computed), reserved=False
+        ),
     )
 
 
@@ -73,7 +79,7 @@ def settle(state: State, sequence_id: int) -> State:
     return replace(state, waiting=lines.park(waiting, sequence._replace(phase=phase)))
 
 
-def _back_in_line(state: State, sequence: Sequence, reason: str) -> tuple[State, tuple[Effect, ...]]:
+def _back_in_line(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
     pool, tiers = state.pool, state.tiers
     effects: tuple[Effect, ...] = ()
     if sequence.blocks:  # else they were needed in the middle of planning, and given up there
@@ -82,13 +88,13 @@ def _back_in_line(state: State, sequence: Sequence, reason: str) -> tuple[State,
     next_phase(sequence.phase, _CAUSES[phase])
     tenant, weights = sequence.request.tenant, state.config.tenant_weights
     tenants = enter(state.tenants, tenant, state.waiting.queues, weights)
-    waiting = lines.park(state.waiting, back_in_line(sequence)._replace(phase=phase))
-    effects = (*effects, _preempt(tiers, sequence.sequence_id, state.config.block_size, reason))
+    waiting = lines.park(state.waiting, back_in_line(sequence, state.now_us)._replace(phase=phase))
+    effects = (*effects, _preempt(tiers, sequence, state.config.block_size))
     return replace(state, pool=pool, tiers=tiers, waiting=waiting, tenants=tenants), effects
 
 
-def _preempt(tiers: Tiers, sequence_id: int, block_size: int, reason: str) -> Preempt:
-    parked = tiers.parked[sequence_id]
+def _preempt(tiers: Tiers, sequence: Sequence, block_size: int) -> Preempt:
+    parked = tiers.parked[sequence.sequence_id]
     num_lost = max(0, parked.num_computed - len(parked.copies) * block_size)
     method = "recompute" if not parked.copies else "partial" if len(parked.copies) < len(parked.names) else "swap"
-    return Preempt(sequence_id, num_lost, method, reason)
+    return Preempt(sequence.sequence_id, num_lost, method, sequence.stay.reason)

@@ -1,33 +1,102 @@
 """Who goes first, who must give way, and how much room a sequence needs: the rules that planning applies."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 from pagedjax.core.blocks import BlockPool
-from pagedjax.core.config import num_blocks_for
-from pagedjax.core.state import Phase, Sequence
-from pagedjax.core.tenants import Tenants, counter
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.request import MIN_PRIORITY
+from pagedjax.core.state import Phase, Sequence, State
+from pagedjax.core.tenants import Tenants, account, counter, expected_output, is_owed, weight_in_use
 
-Rank = tuple[int, int, int, int]
+# (not protected, not aged, priority): who is of a better grade, the smaller one, may preempt.
+Grade = tuple[bool, bool, int]
+# A grade, the tenant's virtual counter, arrival, id: who goes first.
+Rank = tuple[bool, bool, int, int, int, int]
+# Those have a slot and blocks, and are not on their way out.
+STAYS = (Phase.RUNNING, Phase.FETCHING)
 
 
-class Order(NamedTuple):
-    """Who goes first while one step is planned. `planned` is the service that the step has given each tenant so far."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Who goes first while one step is planned. The smallest rank does: see `Rank`.
 
+    `planned` is the service that the step has given each tenant so far; it grows while the step is planned. What is
+    found out about a tenant is kept for the rest of the step.
+    """
+
+    config: SchedulerConfig
     tenants: Tenants
+    backlogged: Collection[str]
+    now_us: int
+    max_wait_us: int
     planned: Mapping[str, int]
+    _protected: dict[str, bool] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
 
-    def rank(self, sequence: Sequence) -> Rank:
-        """The smallest goes first: priority, the tenant's virtual counter, arrival, id."""
+    def in_line(self, sequence: Sequence) -> Rank:
+        """The rank of a sequence that waits."""
+        return (*self.grade_in_line(sequence), *self._turn(sequence))
+
+    def running(self, sequence: Sequence) -> Rank:
+        """The rank of a sequence that runs."""
+        return (*self.grade(sequence), *self._turn(sequence))
+
+    def grade_in_line(self, sequence: Sequence) -> Grade:
+        return self._grade(sequence, waited_us(sequence, self.now_us))
+
+    def grade(self, sequence: Sequence) -> Grade:
+        """Of one that runs. It stays aged for as long as it lives."""
+        return self._grade(sequence, sequence.stay.waited_us)
+
+    def protects(self, tenant: str) -> bool:
+        """Whether the tenant has so little of its fair share that nothing more may be taken from it."""
+        known = self._protected.get(tenant)
+        if known is None:
+            config = self.config
+            known = config.preemption_strategy == "tenant_aware" and len(self.tenants.accounts) > 1
+            known = known and is_owed(self.tenants, tenant, self.backlogged, config.fairness_threshold)
+            self._protected[tenant] = known
+        return known
+
+    def expected_output(self, tenant: str) -> int:
+        if tenant not in self._expected:
+            self._expected[tenant] = expected_output(self.tenants, tenant)
+        return self._expected[tenant]
+
+    def _grade(self, sequence: Sequence, waited_us: int) -> Grade:
+        # The priority of one that is aged counts no more: else those of high priority, aged too, would stay before it.
+        aged = waited_us >= self.max_wait_us
+        request = sequence.request
+        return not self.protects(request.tenant), not aged, MIN_PRIORITY if aged else request.priority
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int, int]:
         request = sequence.request
         due = counter(self.tenants, request.tenant, self.planned.get(request.tenant, 0))
-        return request.priority, due, sequence.arrival_us, request.sequence_id
+        return due, sequence.arrival_us, request.sequence_id
 
 
-STAYS = (Phase.RUNNING, Phase.FETCHING)
+def order_of(state: State, planned: Mapping[str, int]) -> Order:
+    config = state.config
+    return Order(config, state.tenants, state.waiting.queues, state.now_us, config.max_wait_us, planned)
+
+
+def waited_us(sequence: Sequence, now_us: int) -> int:
+    """How long a waiting sequence has been in line, all its times together."""
+    return sequence.stay.waited_us + now_us - sequence.stay.since_us
+
+
+def come_to_run(sequence: Sequence, order: Order) -> Sequence:
+    """The sequence as it leaves the line: it has waited so long, and has had nothing yet."""
+    stay = sequence.stay._replace(
+        since_us=order.now_us,
+        waited_us=waited_us(sequence, order.now_us),
+        reserved=is_reserved(sequence, order.config),
+    )
+    return sequence._replace(stay=stay)
 
 
 def num_to_compute(sequence: Sequence) -> int:
@@ -40,13 +109,30 @@ def num_to_compute(sequence: Sequence) -> int:
     return num_expected - sequence.num_planned
 
 
-def victim_index(running: Rows[Sequence], beneficiary: int) -> int | None:
-    """Who gives up its blocks for `running[beneficiary]` (best rank first in `running`): the lowest rank that still
-    runs (or is about to), the beneficiary itself if nobody ranks below it, and never the top."""
-    for index in range(len(running) - 1, max(beneficiary, 1) - 1, -1):
-        if running[index].phase in STAYS:
-            return index
-    return None
+def victim_index(running: Rows[Sequence], beneficiary: int, excess: Mapping[str, int]) -> int | None:
+    """Who gives up its blocks for `running[beneficiary]` (best rank first in `running`), and never the top.
+
+    The lowest rank of a tenant that holds too much, or else the lowest rank; the beneficiary itself if nobody ranks
+    below it.
+    """
+    below = range(len(running) - 1, max(beneficiary, 1) - 1, -1)
+    candidates = [i for i in below if running[i].phase in STAYS and not running[i].stay.reserved]
+    greedy = [i for i in candidates if running[i].request.tenant in excess] if excess else []
+    return next(iter(greedy or candidates), None)
+
+
+def excess_blocks(running: Rows[Sequence], order: Order) -> dict[str, int]:
+    """The tenants that hold more than (1 + fairness_threshold) x their fair share of the blocks, and how many more."""
+    config = order.config
+    if config.preemption_strategy != "tenant_aware" or len(order.tenants.accounts) < 2:
+        return {}
+    held: Counter[str] = Counter()
+    for sequence in running:
+        if sequence.phase is Phase.RUNNING:
+            held[sequence.request.tenant] += len(sequence.blocks)
+    total_weight = weight_in_use(order.tenants, order.backlogged)
+    most = {t: (1 + config.fairness_threshold) * account(order.tenants, t).weight / total_weight for t in held}
+    return {t: num - int(most[t] * config.num_blocks) for t, num in held.items() if num > most[t] * config.num_blocks}
 
 
 def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
@@ -55,16 +141,51 @@ def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
     return sum(pool.counts[block_id] == count for block_id, count in given.items())
 
 
-def num_blocks_to_admit(sequence: Sequence, block_size: int) -> int:
-    """Blocks that must be there before a sequence is (re)admitted: its whole context and one block of headroom, so
-    that it is not preempted again at its next token; never more than it can use."""
-    return num_blocks_for(min(sequence.num_tokens + block_size, max(sequence.max_len, sequence.num_tokens)), block_size)
+def is_reserved(sequence: Sequence, config: SchedulerConfig) -> bool:
+    """Whether room for all that a sequence may need is to be kept from its admission on, so that it is never
+    preempted."""
+    return not (config.enable_preemption and sequence.request.preemptible)
 
 
-def num_blocks_promised(running: Rows[Sequence], block_size: int) -> int:
-    """Blocks that admitted prompts still lack because their later chunks have not been planned yet."""
-    return sum(
-        max(0, num_blocks_for(s.num_expected, block_size) - len(s.blocks))
-        for s in running
-        if (s.phase is Phase.RUNNING and s.num_expected - s.num_planned > 1) or s.phase is Phase.FETCHING
-    )
+def num_blocks_to_admit(sequence: Sequence, order: Order) -> int:
+    """Blocks that must be there before a sequence is (re)admitted, never more than it can use.
+
+    Its whole context and one block of headroom, so that it is not preempted again at its next token; if conservative,
+    as many as it is likely to need; if it is not to be preempted, all.
+    """
+    config, most = order.config, max(sequence.max_len, sequence.num_tokens)
+    if is_reserved(sequence, config):
+        return num_blocks_for(most, config.block_size)
+    num_tokens = sequence.num_tokens + config.block_size
+    if config.preemption_mode == "conservative":
+        num_tokens = max(num_tokens, _expected_len(sequence, order))
+    return num_blocks_for(min(num_tokens, most), config.block_size)
+
+
+def num_blocks_promised(running: Rows[Sequence], order: Order) -> int:
+    """Blocks that running sequences still lack and that nobody may be admitted to: those of a prompt whose later chunks
+    have not been planned yet, those of the expected length if conservative, and those reserved."""
+    config = order.config
+    num_promised = 0
+    for sequence in running:
+        if sequence.phase in STAYS:
+            num_tokens = 0
+            if sequence.stay.reserved:
+                num_tokens = sequence.max_len
+            elif config.preemption_mode == "conservative":
+                num_tokens = max(sequence.num_expected, min(_expected_len(sequence, order), sequence.max_len))
+            elif sequence.num_expected - sequence.num_planned > 1 or sequence.phase is Phase.FETCHING:
+                num_tokens = sequence.num_expected
+            num_promised += max(0, num_blocks_for(num_tokens, config.block_size) - len(sequence.blocks))
+    return num_promised
+
+
+def num_blocks_reserved(running: Rows[Sequence], block_size: int) -> int:
+    """Blocks that are free but kept for sequences which must not be preempted."""
+    reserved = [s for s in running if s.stay.reserved and s.phase in STAYS]
+    return sum(num_blocks_for(s.max_len, block_size) - len(s.blocks) for s in reserved) if reserved else 0
+
+
+def _expected_len(sequence: Sequence, order: Order) -> int:
+    request = sequence.request
+    return request.prompt_len + min(request.max_tokens, order.expected_output(request.tenant)) - 1

@@ -10,8 +10,8 @@ from typing import assert_never
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import make_pool, register
-from pagedjax.core.config import SchedulerConfig, num_blocks_for
-from pagedjax.core.errors import SchedulerError
+from pagedjax.core.config import FIXED, SchedulerConfig, num_blocks_for
+from pagedjax.core.errors import ConfigError, SchedulerError
 from pagedjax.core.failing import step_failed, without_cleared
 from pagedjax.core.forking import add_children, leave_for_slots
 from pagedjax.core.leaving import drain, end
@@ -22,6 +22,7 @@ from pagedjax.core.state import (
     Aborted,
     Arrived,
     Cause,
+    ConfigChanged,
     Effect,
     Event,
     Phase,
@@ -29,14 +30,16 @@ from pagedjax.core.state import (
     Reject,
     Sequence,
     State,
+    Stay,
     StepDone,
     StepDue,
     StepFailed,
+    TenantChanged,
     TransferDone,
     Waiting,
     next_phase,
 )
-from pagedjax.core.tenants import SAMPLE_COST, Tenants, charge, enter, leave
+from pagedjax.core.tenants import SAMPLE_COST, Tenants, charge, enter, leave, reweighted
 from pagedjax.core.tiers import make_tiers
 from pagedjax.core.transfers import transfer_done
 
@@ -62,7 +65,7 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         case Aborted():
             return _aborted(state, event.sequence_id)
         case StepDue():
-            if len(state.in_flight) == state.config.max_steps_in_flight:
+            if len(state.in_flight) >= state.config.max_steps_in_flight:
                 return state, ()
             return plan_step(state)
         case StepDone():
@@ -71,8 +74,23 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
             return step_failed(state, event)
         case TransferDone():
             return transfer_done(state, event)
+        case ConfigChanged():
+            return _config_changed(state, event.config), ()
+        case TenantChanged():
+            return _config_changed(state, replace(state.config, tenant_weights=event.weights)), ()
         case _:
             assert_never(event)
+
+
+def _config_changed(state: State, config: SchedulerConfig) -> State:
+    for name in FIXED:
+        if getattr(config, name) != getattr(state.config, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{name} cannot change while the engine runs; set {flag} and start it anew")
+    tenants = state.tenants
+    if config.tenant_weights != state.config.tenant_weights:
+        tenants = reweighted(tenants, config.tenant_weights)
+    return replace(state, config=config, tenants=tenants, config_since=state.next_plan_id)
 
 
 def _arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
@@ -95,6 +113,7 @@ def _arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
         num_in_flight=0,
         blocks=(),
         block_hashes=event.block_hashes if config.enable_prefix_caching else (),
+        stay=Stay(since_us=event.now_us, named=config.enable_prefix_caching),
     )
     tenants = enter(state.tenants, request.tenant, state.waiting.queues, config.tenant_weights)
     return replace(state, waiting=lines.enqueue(state.waiting, sequence), tenants=tenants), ()
@@ -187,7 +206,7 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
     if not any(result.children for result in event.results):
         return drain(state)
     state, effects = drain(add_children(state, plan, event.results))
-    state, more = leave_for_slots(state)
+    state, more = leave_for_slots(state, event.results)
     return state, effects + more
 
 
@@ -227,13 +246,13 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         blocks,
         names,
         finish,
-        num_served,
+        stay,
     ) = sequence
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
         num_tokens += num_accepted
         if num_accepted != samples or end is not None or num_tokens - request.prompt_len >= request.max_tokens:
             phase, finish = next_phase(phase, Cause.FINISH), _reason(sequence, row, result)
-        if new_names and config.enable_prefix_caching:
+        if new_names and stay.named:
             names += new_names
             _check_names(sequence, len(names), num_tokens // config.block_size)
     accepted = (
@@ -249,7 +268,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         blocks,
         names,
         finish,
-        num_served,
+        stay,
     )
     return tuple.__new__(Sequence, accepted)
 

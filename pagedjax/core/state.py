@@ -82,6 +82,23 @@ TRANSITIONS: dict[tuple[Phase, Cause], Phase] = {
 }
 
 
+class Stay(NamedTuple):
+    """What a sequence's ways into the line and out of it leave behind; changed nowhere else.
+
+    `since_us` is when it last came into the line or to run, `waited_us` its time in line before that. `num_served`
+    tokens were computed before it was last preempted: nobody is charged for them again. Of one that is `reserved` no
+    block is ever taken, and room for all its tokens is kept. `reason` is why it must yield, while it does. Its blocks
+    are shared if it is `named`.
+    """
+
+    since_us: int = 0
+    waited_us: int = 0
+    num_served: int = 0
+    reserved: bool = False
+    reason: str = "memory"
+    named: bool = True
+
+
 class Sequence(NamedTuple):
     """One sequence and how far it is, in tokens. (NamedTuple: two are made per row and step, at half the cost of a
     frozen dataclass.)
@@ -90,7 +107,6 @@ class Sequence(NamedTuple):
     in the cache). Including the plans in flight: `num_expected` tokens, `num_planned` computed; `num_in_flight`
     counts the plans that contain it. `num_cached` tokens came from the prefix cache when it was last admitted.
     `block_hashes` names every full block of its tokens so far, or none where its prefix is not to be shared.
-    `num_served` tokens were computed before it was last preempted: its tenant is not charged for them again.
     """
 
     request: Request
@@ -105,7 +121,7 @@ class Sequence(NamedTuple):
     blocks: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
     finish: FinishReason | None = None
-    num_served: int = 0
+    stay: Stay = Stay()
 
     @property
     def sequence_id(self) -> int:
@@ -160,6 +176,8 @@ class State:
     """Everything the scheduler knows. `running` is in order of priority, then arrival; `in_flight` plans are in order
     of execution.
 
+    `config_since` is the first plan to which the present configuration applies.
+
     `pending` names, for each plan in flight, the blocks that it computes (name -> block id): later plans may read them.
     `shared_tails` are partial blocks that forks hold in common (some may not be shared any more): a write copies them
     first. `suspects` may have made a step fail: each is tried alone before anybody runs with it again.
@@ -177,6 +195,7 @@ class State:
     shared_tails: frozenset[int] = frozenset()
     suspects: tuple[int, ...] = ()
     tenants: Tenants = Tenants()
+    config_since: int = 0
 
     def _repr_html_(self) -> str:
         return state_html(self)
@@ -237,7 +256,26 @@ class TransferDone:
     now_us: int
 
 
-Event = Arrived | Aborted | StepDue | StepDone | StepFailed | TransferDone
+@dataclass(frozen=True, slots=True)
+class ConfigChanged:
+    """From the next plan on another configuration applies; not of the blocks, whose numbers and size stay.
+
+    Whether prefixes are shared is decided when a request arrives.
+    """
+
+    config: SchedulerConfig
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantChanged:
+    """The tenants' weights are others from now on; what has been counted stays. All of them are given."""
+
+    weights: tuple[tuple[str, int], ...]
+    now_us: int
+
+
+Event = Arrived | Aborted | StepDue | StepDone | StepFailed | TransferDone | ConfigChanged | TenantChanged
 
 
 class RunStep(NamedTuple):

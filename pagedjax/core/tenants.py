@@ -19,6 +19,8 @@ PROMPT_COST, SAMPLE_COST = 1, 2
 # Counters are integers, so that they compare and hash alike everywhere: service times this over the weight.
 SCALE = 1 << 20
 WINDOW = 100_000
+MIN_SAMPLE = 1_000
+NUM_OUTPUTS, MIN_OUTPUTS, GUESSED_OUTPUT = 100, 20, 256
 MAX_TENANTS = 256
 
 Weights = tuple[tuple[str, int], ...]
@@ -32,7 +34,8 @@ class Mark(NamedTuple):
 
 
 class Tenant(NamedTuple):
-    """One tenant's account. `since` and `halfway` are where its share is measured from: see `share`."""
+    """One tenant's account. `since` and `halfway` are where its share is measured from: see `share`. `outputs` are the
+    lengths of its latest finished outputs, in tokens."""
 
     weight: int = 1
     counter: int = 0
@@ -40,6 +43,7 @@ class Tenant(NamedTuple):
     since: Mark = Mark()
     halfway: Mark = Mark()
     last_backlogged: int = 0
+    outputs: tuple[int, ...] = ()
 
 
 class Tenants(NamedTuple):
@@ -105,6 +109,15 @@ def share(tenants: Tenants, name: str) -> tuple[int, int]:
     return tenant.service - tenant.since.own, tenants.total - tenant.since.total
 
 
+def is_owed(tenants: Tenants, name: str, backlogged: Collection[str], threshold: float) -> bool:
+    """Whether the tenant's share is more than `threshold` below the fair one, which is its weight's part of all weights
+    in use. A share of less than MIN_SAMPLE service tokens tells nothing."""
+    own, total = share(tenants, name)
+    if total < MIN_SAMPLE:
+        return False
+    return own * weight_in_use(tenants, backlogged) < (1 - threshold) * account(tenants, name).weight * total
+
+
 def weight_in_use(tenants: Tenants, backlogged: Collection[str]) -> int:
     """The sum of the weights of all tenants that were backlogged within the last WINDOW service tokens."""
     return sum(
@@ -112,6 +125,21 @@ def weight_in_use(tenants: Tenants, backlogged: Collection[str]) -> int:
         for name, tenant in tenants.accounts.items()
         if name in backlogged or tenants.total - tenant.last_backlogged < WINDOW
     )
+
+
+def ended(tenants: Tenants, name: str, output_len: int) -> Tenants:
+    """An output of the tenant has come to its end."""
+    tenant = account(tenants, name)
+    tenant = tenant._replace(outputs=(*tenant.outputs[1 - NUM_OUTPUTS :], output_len))
+    return tenants._replace(accounts=tenants.accounts.set(name, tenant))
+
+
+def expected_output(tenants: Tenants, name: str) -> int:
+    """Tokens within which nine of ten of the tenant's outputs end; a guess until there are enough of them."""
+    outputs = account(tenants, name).outputs
+    if len(outputs) < MIN_OUTPUTS:
+        return GUESSED_OUTPUT
+    return sorted(outputs)[-(-9 * len(outputs) // 10) - 1]
 
 
 def reweighted(tenants: Tenants, weights: Weights) -> Tenants:

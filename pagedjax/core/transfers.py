@@ -60,7 +60,7 @@ def _failed(state: State, transfer_id: int, transfer: Transfer) -> tuple[State, 
     parked_one = state.tiers.parked.get(sequence_id)
     if parked_one is None or transfer_id not in parked_one.awaited:
         return state, ()
-    return drain(_with_phase(state, sequence_id, Cause.LOSE), reason="failure")
+    return drain(_with_phase(state, sequence_id, Cause.LOSE))
 
 
 def _give_up_lost(tiers: Tiers, sequence_id: int, parked: Parked, lost: set[Copy]) -> Tiers:
@@ -70,7 +70,9 @@ def _give_up_lost(tiers: Tiers, sequence_id: int, parked: Parked, lost: set[Copy
 
 
 def _with_phase(state: State, sequence_id: int, cause: Cause) -> State:
-    running = [
-        s._replace(phase=next_phase(s.phase, cause)) if s.sequence_id == sequence_id else s for s in state.running
-    ]
+    running = list(state.running)
+    for index, sequence in enumerate(running):
+        if sequence.sequence_id == sequence_id:
+            stay = sequence.stay._replace(reason="failure") if cause is Cause.LOSE else sequence.stay
+            running[index] = sequence._replace(phase=next_phase(sequence.phase, cause), stay=stay)
     return replace(state, running=tuple(running))

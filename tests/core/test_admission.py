@@ -41,8 +41,8 @@ def test_with_one_slot_requests_run_one_after_the_other():
     assert list(world.finished) == [0, 1, 2, 3, 4]
 
 
-def test_a_running_sequence_is_not_displaced_by_a_waiting_one_of_higher_priority():
-    world = World(max_num_seqs=1)
+def test_without_preemption_a_running_sequence_is_not_displaced_by_one_of_higher_priority():
+    world = World(max_num_seqs=1, enable_preemption=False)
     running, urgent = world.arrive(5), None
     world.step()
     urgent = world.arrive(5, priority=-8)

@@ -1,11 +1,16 @@
 """Hypothesis looks for an order of events that breaks the scheduler: all kinds, in any order, on small tight worlds."""
 
+import random
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from pagedjax.core.policy import order_of
 from pagedjax.core.state import Phase
-from tests.core.world import World
+from pagedjax.core.waiting import in_rank_order
+from tests.core.world import World, random_change
 
 LIMITS = st.fixed_dictionaries(
     {
@@ -18,6 +23,11 @@ LIMITS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "max_queued_requests": st.sampled_from([2, 100]),
         "stop_every": st.sampled_from([0, 3]),
+        "tick_us": st.just(1000),
+        "time_slice": st.sampled_from([0, 4]),
+        "min_execution_chunk": st.sampled_from([0, 3]),
+        "max_wait_s": st.sampled_from([0.02, 60.0]),
+        "preemption_mode": st.sampled_from(["aggressive", "conservative"]),
     }
 )
 
@@ -35,9 +45,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, shared, own, max_tokens):
         self.world.arrive([7] * shared + own, max_tokens)
 
-    @rule(priority=st.integers(-2, 2), prompt_len=st.integers(1, 14))
-    def arrive_with_priority(self, priority, prompt_len):
-        self.world.arrive(prompt_len, 4, priority)
+    @rule(
+        priority=st.integers(-2, 2),
+        prompt_len=st.integers(1, 14),
+        tenant=st.sampled_from(["default", "gold"]),
+        preemptible=st.booleans(),
+    )
+    def arrive_with_priority(self, priority, prompt_len, tenant, preemptible):
+        self.world.arrive(prompt_len, 4, priority, tenant, preemptible)
+
+    @rule(seed=st.integers(0, 99))
+    def change(self, seed):
+        random_change(self.world, random.Random(seed))
 
     @rule(which=st.integers(0, 30))
     def abort(self, which):
@@ -57,8 +76,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_progress(top)
 
     def best_ranked(self):
-        """The best-ranked sequence that still runs."""
-        return next((s.sequence_id for s in self.world.state.running if s.phase is Phase.RUNNING), None)
+        """The best-ranked sequence that still runs, unless somebody in line is of a better grade."""
+        state = self.world.state
+        order = order_of(replace(state, now_us=state.now_us + self.world.tick_us), {})
+        top = min((s for s in state.running if s.phase is Phase.RUNNING), key=order.running, default=None)
+        waiters = map(order.grade_in_line, in_rank_order(state.waiting))
+        return None if top is None or min(waiters, default=(True,)) < order.grade(top) else top.sequence_id
 
     def check_progress(self, top):
         sequence = None if top is None else self.world.sequence(top)

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from pagedjax.core import failing, forking, leaving, parking, planning, resuming, scheduler, transfers, waiting
+from pagedjax.core import (
+    admission,
+    failing,
+    forking,
+    leaving,
+    parking,
+    planning,
+    resuming,
+    scheduler,
+    transfers,
+    waiting,
+)
 from pagedjax.core.blocks import register, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.errors import SchedulerError
@@ -54,19 +65,21 @@ def take_the_same_block_twice(take):
 
 
 def wrong_victim(victim_index):
-    return lambda running, beneficiary: next((i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None)
+    return lambda running, beneficiary, excess: next(
+        (i for i, s in enumerate(running) if s.phase is Phase.RUNNING), None
+    )
 
 
 def victim_is_always_the_beneficiary(victim_index):
-    return lambda running, beneficiary: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
+    return lambda running, beneficiary, excess: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
 
 
 def free_a_victim_in_flight_at_once(make_room):
-    def mutant(state, batch, running, *args):
-        pool, tiers = make_room(state, batch, running, *args)
+    def mutant(batch, running, *args):
+        pool, tiers = make_room(batch, running, *args)
         for i, sequence in enumerate(running):
             if sequence.phase is Phase.YIELDING and sequence.blocks:
-                pool, tiers, effects = parking.park(pool, tiers, sequence, state.config)
+                pool, tiers, effects = parking.park(pool, tiers, sequence, batch.order.config)
                 batch.effects.extend(effects)
                 running[i] = sequence._replace(blocks=())
         return pool, tiers
@@ -75,7 +88,7 @@ def free_a_victim_in_flight_at_once(make_room):
 
 
 def admit_without_headroom(num_blocks_to_admit):
-    return lambda sequence, block_size: num_blocks_for(sequence.num_tokens, block_size)
+    return lambda sequence, order: num_blocks_for(sequence.num_tokens, order.config.block_size)
 
 
 def reuse_the_last_token(max_prefix_blocks):
@@ -121,7 +134,7 @@ def lose_the_preempted(park):
 
 
 def stale_length_after_preemption(back_in_line):
-    return lambda sequence: back_in_line(sequence)._replace(num_tokens=sequence.request.prompt_len)
+    return lambda sequence, now_us: back_in_line(sequence, now_us)._replace(num_tokens=sequence.request.prompt_len)
 
 
 def last_in_line_after_preemption(park):
@@ -274,14 +287,14 @@ MUTANTS = [
     (parking, "give", leak_one_block),
     (parking, "give", free_twice),
     (parking, "give", leak_all),
-    (planning, "share", share_without_counting),
-    (planning, "share", share_without_leaving_the_idle_queue),
+    (admission, "share", share_without_counting),
+    (admission, "share", share_without_leaving_the_idle_queue),
     (planning, "take", take_one_block_too_few),
     (planning, "take", take_the_same_block_twice),
     (planning, "victim_index", wrong_victim),
     (planning, "victim_index", victim_is_always_the_beneficiary),
     (planning, "_make_room", free_a_victim_in_flight_at_once),
-    (planning, "num_blocks_to_admit", admit_without_headroom),
+    (admission, "num_blocks_to_admit", admit_without_headroom),
     (resuming, "max_prefix_blocks", reuse_the_last_token),
     (resuming, "longest_prefix", wrong_prefix),
     (resuming, "longest_prefix", stale_prefix),
@@ -294,7 +307,7 @@ MUTANTS = [
     (leaving, "back_in_line", stale_length_after_preemption),
     (scheduler, "_accept", drop_accepted_tokens),
     (scheduler, "_accept", count_one_step_too_many_in_flight),
-    (planning, "_plan_row", compute_what_is_computed_already),
+    (planning, "plan_row", compute_what_is_computed_already),
     (scheduler, "drain", finish_at_once_though_in_flight),
     (scheduler, "_abort", forget_the_abort),
     (scheduler, "_abort", plan_the_aborted),
@@ -314,8 +327,8 @@ MUTANTS = [
     (resuming, "_num_tokens_in", count_partial_blocks_as_full),
     (planning, "writes_shared_tail", never),
     (planning, "with_own_tail", copy_the_other_way),
-    (planning, "awaits_parent", never),
-    (planning, "start_of_fork", write_a_shared_prompt),
+    (admission, "awaits_parent", never),
+    (admission, "start_of_fork", write_a_shared_prompt),
     (forking, "share", share_without_counting),
     (failing, "park_without_device", lose_the_copies_but_keep_counting),
     (failing, "make_pool", keep_the_lost_cache),

@@ -1,5 +1,6 @@
 """Fair shares: what a tenant is charged, whose turn it is, and how far apart the tenants can get."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -110,15 +111,12 @@ def test_priority_decides_before_the_tenant_s_turn():
 
 
 def test_when_blocks_run_out_the_most_served_tenant_gives_way():
-    world = World(num_blocks=6, enable_prefix_caching=False)
+    world = World(num_blocks=6, enable_prefix_caching=False, preemption_strategy="priority")
     world.arrive(8, max_tokens=1, tenant="a")
     world.run()
     early = world.arrive(4, max_tokens=12, tenant="a")
     late = [world.arrive(4, max_tokens=12, tenant="b") for _ in range(2)]
-    world.state = world.state.__class__(
-        **{name: getattr(world.state, name) for name in world.state.__dataclass_fields__}
-        | {"tenants": accounts.charge(world.state.tenants, {"a": 1000})}
-    )
+    world.state = replace(world.state, tenants=accounts.charge(world.state.tenants, {"a": 1000}))
     while len(world.preempted) < 1:
         world.step()
     assert (world.preempted, world.running()) == ([early], late)

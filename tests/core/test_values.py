@@ -29,7 +29,7 @@ def frozen(value):
 
 def test_no_event_changes_an_old_state():
     world = random_world(3, num_events=120)
-    state, history = init(world.state.config), []
+    state, history = init(world.config), []
     for event, _ in world.log:
         history.append((state, frozen(state)))
         state, _ = update(state, event)
@@ -38,7 +38,7 @@ def test_no_event_changes_an_old_state():
 
 def test_an_event_on_an_old_state_gives_the_same_again():
     world = random_world(5, num_events=120)
-    state, history = init(world.state.config), []
+    state, history = init(world.config), []
     for event, effects in world.log:
         history.append((state, event, effects))
         state, _ = update(state, event)
@@ -49,7 +49,7 @@ def test_an_event_on_an_old_state_gives_the_same_again():
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_pickled_state_goes_on_like_the_original(async_scheduling):
     world = random_world(7, num_events=100, async_scheduling=async_scheduling)
-    state = init(world.state.config)
+    state = init(world.config)
     for event, effects in world.log:
         copy = pickle.loads(pickle.dumps(state))
         assert copy == state

@@ -11,18 +11,20 @@ cache when its effect is carried out, a fetch its tier when it is done; transfer
 
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
 from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
-from pagedjax.core.policy import Order
+from pagedjax.core.policy import STAYS, order_of
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
 from pagedjax.core.state import (
     Aborted,
     Arrived,
+    ConfigChanged,
     CopyBlocks,
     Discard,
     Effect,
@@ -43,6 +45,7 @@ from pagedjax.core.state import (
 )
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.core.waiting import in_rank_order
+from pagedjax.core.yielding import is_shielded
 
 SMALL = {
     "block_size": 4,
@@ -51,6 +54,8 @@ SMALL = {
     "max_num_batched_tokens": 64,
     "max_model_len": 128,
     "async_scheduling": False,
+    "time_slice": 0,
+    "min_execution_chunk": 0,
 }
 
 
@@ -59,16 +64,17 @@ Contents = tuple[int | None, ...]  # of one block, by offset
 
 
 class World:
-    """`stop_every` ends a sequence whenever the sampled token is a multiple of it; `fork_every` forks a beam then.
-
-    A step that contains one of `poison` fails.
+    """`stop_every` ends a sequence whenever the sampled token is a multiple of it; `fork_every` forks a beam then. An
+    event comes every `tick_us`. A step that contains one of `poison` fails.
     """
 
-    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, **limits: Any) -> None:
-        self.state: State = init(SchedulerConfig(**(SMALL | limits)))
+    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, tick_us: int = 1, **limits: Any) -> None:
+        self.config = SchedulerConfig(**(SMALL | limits))
+        self.state: State = init(self.config)
         self.stop_every, self.fork_every = stop_every, fork_every
         self.poison: set[int] = set()
         self.tenants = [DEFAULT_TENANT, *dict(self.state.config.tenant_weights)]
+        self.tick_us = tick_us
         self.now_us = 0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}  # what the host knows, by sequence id
@@ -96,6 +102,7 @@ class World:
         max_tokens: int = 4,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        preemptible: bool = True,
         *,
         named: bool = True,
         beam: bool = False,
@@ -104,7 +111,7 @@ class World:
         sequence_id = len(self.tokens)
         if isinstance(prompt, int):
             prompt = [1000 * (sequence_id + 1) + i for i in range(prompt)]
-        request = Request(sequence_id, len(prompt), max_tokens, priority, None, beam, tenant)
+        request = Request(sequence_id, len(prompt), max_tokens, priority, None, beam, tenant, preemptible)
         return self._arrive(request, prompt, named)
 
     def arrive_as_fork(self, parent: int) -> int:
@@ -128,6 +135,10 @@ class World:
         if sequence_id in self.tokens:
             self.ended.add(sequence_id)
         return self.send(Aborted(sequence_id, self.tick()))
+
+    def change(self, **changes: Any) -> None:
+        """From now on another configuration applies."""
+        self.send(ConfigChanged(replace(self.state.config, **changes), self.tick()))
 
     def due(self) -> StepPlan | None:
         """Ask for a step and run it on the device, unless there is none to plan."""
@@ -179,12 +190,13 @@ class World:
 
     def run(self) -> int:
         """Run until nobody is left, as far ahead as is allowed; the number of plans that took."""
-        num_plans, num_turns, bound = 0, 0, 10 * self.step_bound() + 100
+        num_plans, num_turns, limit = 0, 0, 10 * self.step_bound() + 100
         while self.state.running or self.state.waiting.places:
             num_turns += 1
-            assert num_turns < bound, "it goes round in circles"
+            assert num_turns < 4 * limit, "it goes round in circles"
             plan = self.due()
             num_plans += plan is not None
+            assert num_plans <= limit, "it goes on for ever"
             if plan is None or len(self.state.in_flight) == self.state.config.max_steps_in_flight:
                 if self.state.tiers.transfers and (plan is None or num_plans % 2):
                     self.transfer()
@@ -203,16 +215,15 @@ class World:
         self.state, effects = update(before, event)
         self.log.append((event, effects))
         check(self.state)
-        if isinstance(event, StepDue):
-            self._check_victims(before)
-            self._check_admissions(before)
+        self._check_victims(before)
+        self._check_admissions(before)
         for effect in effects:
             self._carry_out(effect)
         self._check_conservation()
         return effects
 
     def tick(self) -> int:
-        self.now_us += 1
+        self.now_us += self.tick_us
         return self.now_us
 
     # ---- questions
@@ -226,7 +237,7 @@ class World:
 
     def waiting(self) -> list[int]:
         """The line, first in line first."""
-        return [s.sequence_id for s in in_rank_order(self.state.waiting, Order(self.state.tenants, {}).rank)]
+        return [s.sequence_id for s in in_rank_order(self.state.waiting, order_of(self.state, {}).in_line)]
 
     def output(self, sequence_id: int) -> list[int]:
         return self.tokens[sequence_id][self.requests[sequence_id].prompt_len :]
@@ -370,26 +381,43 @@ class World:
         return None
 
     def _check_victims(self, before: State) -> None:
-        """Whoever must yield ranks below all that go on, and is not the only one."""
-        ran = {s.sequence_id: s for s in before.running if s.phase is Phase.RUNNING}
-        order = Order(before.tenants, {})
-        go_on = [order.rank(s) for s in self.state.running if s.phase is Phase.RUNNING and s.sequence_id in ran]
-        yielding = {s.sequence_id for s in self.state.running if s.phase is Phase.YIELDING} | set(self.waiting())
-        victims = [sequence for sequence_id, sequence in ran.items() if sequence_id in yielding]
-        below = bool(victims and go_on) and max(go_on) < min(map(order.rank, victims))
-        assert not victims or below, "a victim outranks a beneficiary"
+        """Whoever yields for want of blocks is not the best-ranked one; with one tenant, the lowest-ranked do. Whoever
+        yields to a better grade ranks below somebody in line, and is neither shielded nor reserved nor owed."""
+        order = order_of(replace(before, now_us=self.state.now_us), {})
+        ran = {s.sequence_id: s for s in before.running if s.phase in STAYS}
+        go_on = [s for s in self.state.running if s.phase in STAYS and s.sequence_id in ran]
+        go_on = [order.running(s) for s in go_on if not s.stay.reserved]
+        yielding = [s for s in self.state.running if s.phase is Phase.YIELDING] + list(
+            in_rank_order(self.state.waiting)
+        )
+        waiters = [order.grade_in_line(s) for s in in_rank_order(before.waiting)]
+        for victim in (s for s in yielding if s.sequence_id in ran):
+            sequence = ran[victim.sequence_id]
+            if victim.stay.reason == "failure":
+                continue
+            assert not sequence.stay.reserved, "one that must not be preempted is"
+            if victim.stay.reason in ("memory", "slots"):
+                chosen = len(before.tenants.accounts) > 1 and victim.stay.reason == "memory"
+                below = order.running(sequence) > (min if chosen else max)(go_on, default=())
+                assert below, "a victim outranks a beneficiary"
+            else:
+                assert min(waiters) < order.grade(sequence), "a victim outranks its beneficiary"
+                assert not is_shielded(sequence, order), "a sequence is preempted too soon"
+                assert not order.protects(sequence.request.tenant), "a tenant that is owed is preempted"
 
     def _check_admissions(self, before: State) -> None:
-        """Whoever is admitted has room for all its tokens and a block of headroom; in some order of admission."""
-        size, num_free, held = self.state.config.block_size, before.pool.num_free, set(before.pool.counts)
-        needs = []
+        """Whoever is admitted has a slot, and room for all its tokens and a block of headroom; in some order."""
+        size, needs = self.state.config.block_size, []
         for sequence in self.state.running:
-            if sequence.sequence_id in before.waiting.places:
-                num_shared = len(held.intersection(sequence.blocks))
+            if sequence.stay.since_us == self.state.now_us > before.now_us:  # it has come to run with this event
+                parked = self.state.tiers.parked.get(sequence.sequence_id)
+                num_fetched = sum(len(scatter.pairs) for scatter in parked.scatters) if parked else 0
+                num_shared = sequence.num_cached // size - num_fetched
                 num_needed = num_blocks_for(min(sequence.num_tokens + size, sequence.max_len), size) - num_shared
                 needs.append((num_needed, len(sequence.blocks) - num_shared))
-                held.update(sequence.blocks)
+        assert not needs or len(self.state.running) <= self.state.config.max_num_seqs, "there was no slot"
         # If any order works, then this one: those who need the most beyond what they take go first.
+        num_free = self.state.pool.num_free + sum(num_taken for _, num_taken in needs)
         for num_needed, num_taken in sorted(needs, key=lambda need: need[1] - need[0]):
             assert num_needed <= num_free, "a sequence was admitted without headroom"
             num_free -= num_taken
@@ -429,7 +457,15 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
             "num_disk_blocks": tiers[1],
             "preemption_method": rng.choice(["auto", "swap", "swap", "recompute"]),
             "swap_us_per_block": rng.choice([0, 100, 400]),
+            "recompute_us_per_token": 100,
             "tenant_weights": rng.choice([{}, {"gold": 3, "silver": 2}]),
+            "tick_us": 1000,
+            "enable_preemption": rng.random() < 0.9,
+            "preemption_mode": rng.choice(["aggressive", "aggressive", "conservative"]),
+            "preemption_strategy": rng.choice(["priority", "tenant_aware"]),
+            "time_slice": rng.choice([0, 0, 5]),
+            "min_execution_chunk": rng.choice([0, 0, 4]),
+            "max_wait_s": rng.choice([0.001, 0.05, 60.0]),
             **limits,
         },
     )
@@ -444,21 +480,43 @@ def random_event(world: World, rng: random.Random) -> None:
     choice = rng.random()
     if choice < 0.15:
         prompt = [7] * rng.randint(0, 8) + [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
-        named, beam = rng.random() < 0.8, rng.random() < 0.2
-        tenant = rng.choice(world.tenants)
-        world.arrive(prompt, rng.randint(1, 9), rng.randint(-1, 1), tenant, named=named, beam=beam)
+        world.arrive(
+            prompt,
+            rng.randint(1, 9),
+            rng.randint(-1, 1),
+            rng.choice(world.tenants),
+            rng.random() < 0.9,
+            named=rng.random() < 0.8,
+            beam=rng.random() < 0.2,
+        )
     elif choice < 0.18 and world.tokens:
         parent = rng.randrange(len(world.tokens))
         for _ in range(rng.randint(1, 3)):
             world.arrive_as_fork(parent)
     elif choice < 0.23 and world.tokens:
         world.abort(rng.randrange(len(world.tokens)))
-    elif choice < 0.55:
+    elif choice < 0.24:
+        random_change(world, rng)
+    elif choice < 0.56:
         world.due()
-    elif choice < 0.57 and world.state.in_flight:
+    elif choice < 0.565 and world.state.in_flight:
         rows = world.state.in_flight[0].rows
         world.fail(*rng.sample([row.sequence_id for row in rows], rng.randint(0, min(2, len(rows)))))
     elif choice < 0.7 and world.state.tiers.transfers:
         world.transfer(rng.choice(sorted(world.state.tiers.transfers)), ok=rng.random() < 0.85)
     elif world.state.in_flight:
         world.done()
+
+
+def random_change(world: World, rng: random.Random) -> None:
+    """Another configuration, or other weights. Rarely, since everything is different then."""
+    max_num_seqs = rng.randint(1, 5)
+    world.change(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.randint(max_num_seqs, 16),
+        async_scheduling=rng.random() < 0.7,
+        enable_prefix_caching=rng.random() < 0.8,
+        enable_preemption=rng.random() < 0.8,
+        preemption_mode=rng.choice(["aggressive", "conservative"]),
+        tenant_weights={tenant: rng.randint(1, 5) for tenant in world.tenants},
+    )
