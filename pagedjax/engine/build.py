@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -19,7 +20,8 @@ from pagedjax.runtime.pools import make_pools
 from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.swap import Pool, max_staging_bytes
 from pagedjax.weights import load, store
-from pallas_kernels import dispatch
+from pagedjax.weights.pack import Layout
+from pallas_kernels import dispatch, matmul
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -41,14 +43,15 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     dtype = load.DTYPES[config.dtype]
     backend = choose_attention(config, model_config)
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
-    model = load.load_model(path, dtype=config.dtype, backend=backend)
+    layout = choose_layout(dtype)
+    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=layout)
     report("load", 1, 1)
     pools = make_pools(config.runtime, bytes_per_block)
     staging_bytes = max_staging_bytes(config.scheduler(1), bytes_per_block) if pools else 0
     num_blocks = kv_cache.choose_num_blocks(
         config.runtime, config.scheduler(1), bytes_per_block, spared_bytes=staging_bytes
     )
-    logger.info("event=resolved %s", chosen(config, backend.name, num_blocks))
+    logger.info("event=resolved %s", chosen(config, backend.name, layout, num_blocks))
     scheduler = with_tiers(config.scheduler(num_blocks), pools)
     runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype, pools=pools)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
@@ -85,7 +88,16 @@ def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, Pool]) -> Schedu
     )
 
 
-def chosen(config: EngineConfig, attention_backend: str, num_blocks: int) -> str:
+def choose_layout(dtype: Any) -> Layout:
+    """How to keep weights on this machine. Raises ConfigError for a variable of the environment that means nothing."""
+    try:
+        # Quantised files are dequantised: their own groups would round the activations too, which nobody asked for.
+        return matmul.preferred(dtype, is_quantised=False).name
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def chosen(config: EngineConfig, attention_backend: str, layout: str, num_blocks: int) -> str:
     """What was left automatic, as it has been filled in: key=value."""
     choices = {
         "dtype": config.dtype,
@@ -93,6 +105,7 @@ def chosen(config: EngineConfig, attention_backend: str, num_blocks: int) -> str
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_blocks": num_blocks,
         "attention_backend": attention_backend,
+        "weights": layout,
         "compilation_cache_dir": config.compilation_cache_dir,
     }
     return " ".join(f"{name}={value}" for name, value in choices.items())

@@ -8,7 +8,7 @@ from flax import nnx
 
 from pagedjax.models import rope
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.layers import Linear
+from pagedjax.models.layers import Linear, RMSNorm
 from pagedjax.models.stack import Heads, Mix
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
 
@@ -23,15 +23,15 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(config.hidden_size, num_out, bias=bias, dtype=dtype)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=bias, dtype=dtype)
 
-    def heads(self, x: jax.Array) -> Heads:
-        """x [tokens, hidden]: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
+    def heads(self, x: jax.Array, *, norm: RMSNorm) -> Heads:
+        """norm(x), x [tokens, hidden]: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        qkv = self.qkv_proj(x, norm=norm).reshape(x.shape[0], heads + 2 * kv_heads, self.head_dim)
         return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
-    def merge(self, attended: jax.Array) -> jax.Array:
-        """attended [tokens, heads, head_dim]: [tokens, hidden]."""
-        return self.o_proj(attended.reshape(attended.shape[0], -1))
+    def merge(self, attended: jax.Array, *, residual: jax.Array) -> jax.Array:
+        """attended [tokens, heads, head_dim]: residual plus its projection, [tokens, hidden]."""
+        return self.o_proj(attended.reshape(attended.shape[0], -1), residual=residual)
 
 
 def mixer(backend: AttentionBackend, config: ModelConfig, positions: jax.Array, ragged: Ragged) -> Mix:

@@ -12,6 +12,7 @@ from pagedjax.core.errors import ConfigError
 from pallas_kernels.matmul import FloatWeight
 
 Model = TypeVar("Model", bound=nnx.Module)
+Tensor = TypeVar("Tensor", bound=Any)
 
 
 class Part(NamedTuple):
@@ -21,6 +22,10 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
+# (the parts of a product's weight, the dtype it would have) -> the weight in another layout, or None for FloatWeight.
+Pack = Callable[[tuple[Part, ...], Any], Any]
+
+
 def fill(
     model: Model,
     parts: Mapping[str, tuple[Part, ...]],
@@ -28,11 +33,13 @@ def fill(
     names: Set[str],
     *,
     may_skip: Set[str] = frozenset(),
+    pack: Pack | None = None,
 ) -> Model:
     """`model` (from nnx.eval_shape) with parameter `a.b.weight` made of its parts, stacked along axis 0.
 
-    Values are cast to the parameter's dtype. One parameter's tensors are in memory beside the model at a time.
-    Raises ConfigError for missing, surplus and wrong-shaped tensors, by name.
+    Values are cast to the parameter's dtype, or packed where `pack` says so; it checks the shapes of what it packs. One
+    parameter's tensors are in memory beside the model at a time. Raises ConfigError for missing, surplus and
+    wrong-shaped tensors, by name.
     """
     wanted = {part.name for sources in parts.values() for part in sources}
     _refuse("has no", wanted - names)
@@ -41,22 +48,28 @@ def fill(
     flat = nnx.to_flat_state(state)
     unfilled = {".".join(map(str, path)) for path, _ in flat} ^ set(parts)
     assert not unfilled, f"the model's parameters and its parts differ: {unfilled}"
-    filled = [(path, var.replace(_made(var.get_value(), parts[".".join(map(str, path))], get))) for path, var in flat]
+    filled = [
+        (path, var.replace(_made(var.get_value(), parts[".".join(map(str, path))], get, pack))) for path, var in flat
+    ]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def _made(abstract: Any, sources: tuple[Part, ...], get: Callable[[str], np.ndarray]) -> Any:
+def _made(abstract: Any, sources: tuple[Part, ...], get: Callable[[str], np.ndarray], pack: Pack | None) -> Any:
     """A value like `abstract` (a shape, or a FloatWeight of one) from the tensors of `sources`."""
-    shape = abstract.w if isinstance(abstract, FloatWeight) else abstract
-    tensors = [_checked(get(part.name), part) for part in sources]
+    is_weight = isinstance(abstract, FloatWeight)
+    shape = abstract.w if is_weight else abstract
+    if is_weight and pack is not None and (packed := pack(sources, shape.dtype)) is not None:
+        return jax.block_until_ready(packed)
+    tensors = [checked(get(part.name), part) for part in sources]
     host = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
     assert host.shape == shape.shape
     # Copied, since `get` may give a view of a file that closes later; waited for, so that one tensor is in memory.
     array = jax.block_until_ready(jnp.array(host.astype(shape.dtype, copy=False), copy=True))
-    return FloatWeight(array) if isinstance(abstract, FloatWeight) else array
+    return FloatWeight(array) if is_weight else array
 
 
-def _checked(tensor: np.ndarray, part: Part) -> np.ndarray:
+def checked(tensor: Tensor, part: Part) -> Tensor:
+    """`tensor`, anything with a shape. Raises ConfigError unless it has the part's."""
     if tensor.shape != part.shape:
         raise ConfigError(f"the checkpoint's {part.name} has shape {tensor.shape}, but the config says {part.shape}")
     return tensor

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.matmul import FloatWeight, matmul, take_rows
+from pallas_kernels.matmul import FloatWeight, Norm, linear, matmul, rms_norm, take_rows
 
 
 class RMSNorm(nnx.Module):
@@ -17,33 +17,55 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (normal * self.weight[...]).astype(x.dtype)
+        return rms_norm(x, self.numbers)
+
+    @property
+    def numbers(self) -> Norm:
+        """For a product that norms its own input."""
+        return Norm(self.weight[...], self.eps)
 
 
 class Linear(nnx.Module):
-    """x @ weight.T + bias. The weight is a value of some layout, [out, in] when plain."""
+    """x @ weight.T + bias. The weight is a value of some layout, [out, in] when plain.
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: Any) -> None:
+    `fine_input`, and what a call may ask for beside the product, are those of `matmul.linear`; norm is an RMSNorm.
+    """
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: Any, fine_input: bool = False) -> None:
         self.weight = nnx.Param(FloatWeight(jnp.zeros((num_out, num_in), dtype)))
         self.bias = nnx.Param(jnp.zeros(num_out, dtype)) if bias else None
+        self.fine_input = fine_input
 
-    def __call__(self, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-        if self.bias is None:
-            return matmul(x, self.weight.get_value(), out_dtype)
-        out = matmul(x, self.weight.get_value(), jnp.float32) + self.bias[...].astype(jnp.float32)
-        return out.astype(out_dtype or x.dtype)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        residual: jax.Array | None = None,
+        out_dtype: Any = None,
+    ) -> jax.Array:
+        return linear(
+            x,
+            self.weight.get_value(),
+            norm=None if norm is None else norm.numbers,
+            bias=None if self.bias is None else self.bias[...],
+            gated=gated,
+            residual=residual,
+            fine_input=self.fine_input,
+            out_dtype=out_dtype,
+        )
 
 
 class Embedding(nnx.Module):
-    """Rows of a [vocab, features] weight; also the head of models that tie the two."""
+    """Rows of a [vocab, features] weight, in `dtype`; also the head of models that tie the two."""
 
     def __init__(self, vocab_size: int, size: int, *, dtype: Any) -> None:
         self.weight = nnx.Param(FloatWeight(jnp.zeros((vocab_size, size), dtype)))
+        self.dtype = dtype
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        return take_rows(self.weight.get_value(), token_ids)
+        return take_rows(self.weight.get_value(), token_ids).astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Products of x [n, features] with every row: [n, vocab], float32."""
@@ -51,12 +73,14 @@ class Embedding(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv:2002.05202), gate and up in one product."""
+    """residual + down(silu(gate(norm(x))) * up(norm(x))) (arXiv:2002.05202), gate and up in one product.
+
+    What goes into `down` has outliers hundreds of times as large as the rest.
+    """
 
     def __init__(self, size: int, inner_size: int, *, bias: bool, dtype: Any) -> None:
         self.gate_up_proj = Linear(size, 2 * inner_size, bias=bias, dtype=dtype)
-        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype)
+        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, fine_input=True)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up_proj(x, jnp.float32), 2, axis=-1)
-        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
+    def __call__(self, x: jax.Array, *, norm: RMSNorm, residual: jax.Array) -> jax.Array:
+        return self.down_proj(self.gate_up_proj(x, norm=norm, gated=True), residual=residual)

@@ -14,7 +14,7 @@ from flax import nnx
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.attention import Attention, mixer
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.fill import Part, fill
+from pagedjax.models.fill import Pack, Part, fill
 from pagedjax.models.layers import Embedding, Linear, RMSNorm, SwiGLU
 from pagedjax.models.stack import Heads, run_layers
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
@@ -30,11 +30,11 @@ class LlamaLayer(nnx.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
 
     def before(self, x: jax.Array) -> Heads:
-        return self.self_attn.heads(self.input_layernorm(x))
+        return self.self_attn.heads(x, norm=self.input_layernorm)
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        x = x + self.self_attn.merge(attended)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn.merge(attended, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -66,7 +66,7 @@ class LlamaForCausalLM(nnx.Module):
         """Scores of every token from normed hidden states [n, hidden]: [n, vocab], float32."""
         if self.lm_head is None:
             return self.embed_tokens.attend(hidden)
-        return self.lm_head(hidden, jnp.float32)
+        return self.lm_head(hidden, out_dtype=jnp.float32)
 
     @classmethod
     def load(
@@ -77,13 +77,15 @@ class LlamaForCausalLM(nnx.Module):
         *,
         dtype: Any,
         backend: AttentionBackend,
+        pack: Pack | None = None,
     ) -> "LlamaForCausalLM":
         """The model with each parameter filled once from `get(name)`, under Hugging Face's names and layout.
 
-        Raises ConfigError, by name, for tensors that are missing, too many or of the wrong shape.
+        `pack` gives weights in another layout than FloatWeight (see `fill`). Raises ConfigError, by name, for tensors
+        that are missing, too many or of the wrong shape.
         """
         model = nnx.eval_shape(lambda: cls(config, dtype=dtype, backend=backend))
-        return fill(model, parts(config), get, names, may_skip=may_skip(config, names, get))
+        return fill(model, parts(config), get, names, may_skip=may_skip(config, names, get), pack=pack)
 
 
 def parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:

@@ -7,14 +7,13 @@ from pagedjax.simulator.report import Preemption, SimReport
 
 
 def repreempted(report: SimReport, min_tokens: int) -> tuple[Preemption, ...]:
-    """Preemptions of sequences that had not sampled `min_tokens` tokens since they were preempted last: thrash."""
-    last_generated: dict[int, int] = {}
+    """Preemptions of sequences that had been preempted before and computed less than `min_tokens` since: thrash."""
+    seen: set[int] = set()
     found = []
     for preemption in report.preemptions:
-        before = last_generated.get(preemption.sequence_id)
-        if before is not None and preemption.num_generated - before < min_tokens:
+        if preemption.sequence_id in seen and preemption.num_executed < min_tokens:
             found.append(preemption)
-        last_generated[preemption.sequence_id] = preemption.num_generated
+        seen.add(preemption.sequence_id)
     return tuple(found)
 
 

@@ -59,7 +59,7 @@ def simulate(
     for sequence_id, request in enumerate(sorted(arrivals, key=lambda r: r.arrival_us)):
         run.expect(sequence_id, request)
     run.to(until_us)
-    return run.recorder.report(config, cost, run.now_us)
+    return run.recorder.report(config, run.now_us)
 
 
 class _Run:
@@ -69,7 +69,7 @@ class _Run:
         self.state = init(config)
         self.cost = cost
         self.observe = observe
-        self.recorder = Recorder()
+        self.recorder = Recorder(cost)
         self.now_us = 0
         self.device_us = 0
         self.links_us: dict[tuple[Tier, bool], int] = {}
@@ -128,12 +128,12 @@ class _Run:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case RunStep(plan):
-                end_us = self._occupy_device(self.cost.step_us(plan))
+                end_us = self._occupy_device(self.cost.step_us(plan), is_copy=False)
                 heappush(self.coming, (end_us, _STEP, next(self._order), plan))
             case CopyBlocks(pairs):
-                self._occupy_device(self.cost.copies_us(len(pairs)))
+                self._occupy_device(self.cost.copies_us(len(pairs)), is_copy=True)
             case SwapOut(transfer_id, tier, moves):
-                gathered_us = self._occupy_device(self.cost.copies_us(len(moves)))
+                gathered_us = self._occupy_device(self.cost.copies_us(len(moves)), is_copy=True)
                 self._transfer(transfer_id, tier, len(moves), ready_us=gathered_us, to_device=False)
             case Fetch(transfer_id, tier, block_ids):
                 self._transfer(transfer_id, tier, len(block_ids), ready_us=self.now_us, to_device=True)
@@ -142,11 +142,11 @@ class _Run:
             case _:
                 assert_never(effect)
 
-    def _occupy_device(self, work_us: int) -> int:
+    def _occupy_device(self, work_us: int, *, is_copy: bool) -> int:
         """Queue work behind what the device has; the time at which it will be done."""
         start_us = max(self.device_us, self.now_us + round(self.cost.host_us))
         self.device_us = start_us + work_us
-        self.recorder.add_busy(work_us)
+        self.recorder.add_busy(work_us, is_copy=is_copy)
         return self.device_us
 
     def _transfer(self, transfer_id: int, tier: Tier, num_blocks: int, *, ready_us: int, to_device: bool) -> None:

@@ -4,11 +4,11 @@ from array import array
 from dataclasses import dataclass, field
 
 from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.plan import StepPlan
-from pagedjax.core.state import Effect, Event, Finish, Preempt, Reject, RunStep, State, StepDone, StepDue
+from pagedjax.core.plan import Row, StepPlan
+from pagedjax.core.state import Effect, Event, Finish, Phase, Preempt, Reject, RunStep, State, StepDone, StepDue
 from pagedjax.core.tenants import SAMPLE_COST
 from pagedjax.simulator.cost import CostModel
-from pagedjax.simulator.report import Outcome, Preemption, Service, SimReport, Status, Totals, Transfer, Usage
+from pagedjax.simulator.report import Outcome, Preemption, Service, SimReport, Status, Switch, Totals, Transfer, Usage
 from pagedjax.simulator.workload import SimRequest
 
 
@@ -25,22 +25,29 @@ class Track:
     num_preemptions: int = 0
     num_recomputed: int = 0
     high_water: int = 0
+    num_executed: int = 0
 
 
 class Recorder:
     """Sees every update, in order; `report` may be asked at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
         self.tracks: dict[int, Track] = {}
         self.preemptions: list[Preemption] = []
+        self.switches: list[Switch] = []
         self.usage: list[Usage] = []
         self.transfers: list[Transfer] = []
         self.service: dict[str, list[Service]] = {}
         self._totals: dict[str, int] = dict.fromkeys(Totals._fields, 0)
         self._level = Usage(0, 0, 0, 0, 0, 0)
+        self._decided_us: dict[int, int] = {}  # when a sequence was told to yield
+        self._switching_us: list[int] = []  # when those decided that nobody has profited from yet
 
     def see(self, before: State, event: Event, state: State, effects: tuple[Effect, ...]) -> None:
         self._integrate(event.now_us, state)
+        if isinstance(event, StepDue):
+            self._note_decisions(state)
         for effect in effects:
             match effect:
                 case RunStep(plan):
@@ -56,10 +63,11 @@ class Recorder:
         if isinstance(event, StepDue):
             self.usage.append(self._level)
 
-    def add_busy(self, busy_us: int) -> None:
+    def add_busy(self, busy_us: int, *, is_copy: bool) -> None:
         self._totals["busy_us"] += busy_us
+        self._totals["lost_us"] += busy_us * is_copy
 
-    def report(self, config: SchedulerConfig, cost: CostModel, end_us: int) -> SimReport:
+    def report(self, config: SchedulerConfig, end_us: int) -> SimReport:
         outcomes = [
             Outcome(
                 sequence_id,
@@ -75,10 +83,11 @@ class Recorder:
         ]
         return SimReport(
             config=config,
-            cost=cost,
+            cost=self.cost,
             end_us=end_us,
             outcomes=tuple(outcomes),
             preemptions=tuple(self.preemptions),
+            switches=tuple(self.switches),
             usage=tuple(self.usage),
             transfers=tuple(self.transfers),
             service={tenant: tuple(samples) for tenant, samples in self.service.items()},
@@ -111,25 +120,50 @@ class Recorder:
         totals = self._totals
         totals["num_steps"] += 1
         totals["computed_tokens"] += plan.num_tokens
+        new_rows, num_again = [], 0
         for row in plan.rows:
             track, end = self.tracks[row.sequence_id], row.start + row.length
-            if track.wait_us is None:
-                track.wait_us = state.now_us - track.request.arrival_us
-                totals["cached_tokens"] += row.start
-            if track.parked_at_us is not None:
-                track.parked_us += state.now_us - track.parked_at_us
-                track.parked_at_us = None
-            num_again = max(0, min(end, track.high_water) - row.start)
-            track.num_recomputed += num_again
-            totals["recomputed_tokens"] += num_again
+            self._start(track, row, state.now_us)
+            track.num_executed += row.length
+            first_new = max(row.start, min(end, track.high_water))
+            track.num_recomputed += first_new - row.start
+            num_again += first_new - row.start
+            if first_new < end:
+                new_rows.append(row._replace(start=first_new, length=end - first_new))
             num_served = min(end, track.request.prompt_len) - max(row.start, track.high_water)
             self._serve(track, state.now_us, num_served)
             track.high_water = max(track.high_water, end)
+        if num_again:
+            totals["recomputed_tokens"] += num_again
+            totals["lost_us"] += self.cost.rows_us(plan.rows) - (self.cost.rows_us(new_rows) if new_rows else 0)
+        totals["lost_us"] += self.cost.copies_us(sum(len(scatter.pairs) for scatter in plan.scatters))
+
+    def _start(self, track: Track, row: Row, now_us: int) -> None:
+        """Count the end of a wait, if this is the first row since the sequence arrived or was preempted."""
+        if track.wait_us is not None and track.parked_at_us is None:
+            return
+        if track.wait_us is None:
+            track.wait_us = now_us - track.request.arrival_us
+            self._totals["cached_tokens"] += row.start
+        if track.parked_at_us is not None:
+            track.parked_us += now_us - track.parked_at_us
+            track.parked_at_us = None
+            track.num_executed = 0
+        if self._switching_us:
+            self.switches.append(Switch(self._switching_us.pop(0), now_us + round(self.cost.host_us)))
+
+    def _note_decisions(self, state: State) -> None:
+        for sequence in state.running:
+            if sequence.phase is Phase.YIELDING:
+                self._decided_us.setdefault(sequence.sequence_id, state.now_us)
 
     def _preempted(self, effect: Preempt, now_us: int) -> None:
         track = self.tracks[effect.sequence_id]
         track.num_preemptions += 1
         track.parked_at_us = now_us
+        decided_us = self._decided_us.pop(effect.sequence_id, now_us)
+        if effect.reason not in ("memory", "failure"):
+            self._switching_us.append(decided_us)
         self.preemptions.append(
             Preemption(
                 now_us,
@@ -137,7 +171,7 @@ class Recorder:
                 effect.method,
                 effect.reason,
                 effect.num_lost_tokens,
-                len(track.token_us),
+                track.num_executed,
             )
         )
 

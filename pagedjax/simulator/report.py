@@ -56,14 +56,22 @@ class Outcome:
 
 
 class Preemption(NamedTuple):
-    """`num_tokens` were lost with it, `num_generated` had been sampled before."""
+    """`num_tokens` were lost with it; `num_executed` were computed for the sequence since it had (re)started."""
 
     now_us: int
     sequence_id: int
     method: str
     reason: str
     num_tokens: int
-    num_generated: int
+    num_executed: int
+
+
+class Switch(NamedTuple):
+    """From the decision that a sequence must yield to a better-ranked one until the step with that one's first row was
+    dispatched."""
+
+    decided_us: int
+    dispatched_us: int
 
 
 class Usage(NamedTuple):
@@ -97,10 +105,12 @@ class Service(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over the run. `busy_us` is the device's working time, the three `_slot_us` integrate `Usage` over time."""
+    """Sums over the run. `busy_us` is the device's working time, `lost_us` the part of it that preemption cost: tokens
+    computed again, blocks copied. The three `_slot_us` integrate `Usage` over time."""
 
     num_steps: int = 0
     busy_us: int = 0
+    lost_us: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     cached_tokens: int = 0
@@ -138,6 +148,7 @@ class SimReport:
     end_us: int
     outcomes: tuple[Outcome, ...]
     preemptions: tuple[Preemption, ...]
+    switches: tuple[Switch, ...]
     usage: tuple[Usage, ...]
     transfers: tuple[Transfer, ...]
     service: Mapping[str, tuple[Service, ...]]
@@ -168,6 +179,11 @@ class SimReport:
     def waste_until_computed(self) -> float:
         """The same where a slot counts as used only once its step is done."""
         return 1 - self.totals.computed_slot_us / max(1, self.totals.held_slot_us)
+
+    @property
+    def preemption_overhead(self) -> float:
+        """The share of the device's working time that preemption cost."""
+        return self.totals.lost_us / max(1, self.totals.busy_us)
 
     @property
     def mean_running(self) -> float:

@@ -16,6 +16,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from pagedjax.core.errors import ConfigError
+from pallas_kernels.matmul.packing import BLOCK_BYTES, QuantisedRows
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -70,10 +71,7 @@ class GgufFile:
 
         Raises ConfigError, naming the encoding, where the `gguf` package cannot dequantise it.
         """
-        if self._contents is None:
-            raise ValueError(f"{self.path} is closed")
-        info = self.tensors[name]
-        raw = self._contents[info.start : info.start + info.num_bytes]
+        info, raw = self.tensors[name], self._raw(name)
         if info.encoding in _PLAIN:
             return raw.view(_PLAIN[info.encoding]).reshape(info.shape)
         try:
@@ -83,6 +81,20 @@ class GgufFile:
                 f"{self.path}: tensor {name} is stored as {info.encoding.name}, which cannot be read; take a file "
                 "quantised as Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, a K-quant (Q4_K_M …), F16, BF16 or F32"
             ) from error
+
+    def read_quantised(self, name: str) -> QuantisedRows | None:
+        """A matrix in groups of 4 or 8 bits as it is, a read-only view; None for any other tensor."""
+        info = self.tensors[name]
+        num_bytes = BLOCK_BYTES.get(info.encoding.name)
+        if num_bytes is None or len(info.shape) != 2:
+            return None
+        return QuantisedRows(info.encoding.name, self._raw(name).reshape(info.shape[0], -1, num_bytes))
+
+    def _raw(self, name: str) -> np.ndarray:
+        if self._contents is None:
+            raise ValueError(f"{self.path} is closed")
+        info = self.tensors[name]
+        return self._contents[info.start : info.start + info.num_bytes]
 
     def close(self) -> None:
         """Let go of the memory map; views handed out keep it alive as long as they live."""

@@ -11,6 +11,7 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
 from pagedjax.models.rope import inverse_frequencies
 from pagedjax.weights.gguf import GgufFile
+from pallas_kernels.matmul import QuantisedRows
 
 ARCHITECTURE = "llama"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -46,7 +47,17 @@ def hf_names(file: GgufFile) -> dict[str, str]:
 
 def read_tensor(file: GgufFile, config: ModelConfig, name: str) -> np.ndarray:
     """Tensor `name` (the file's) in Hugging Face's layout: rows of q and k in the half-split rotary order."""
-    values = file.read(name)
+    return _half_split(file, config, name, file.read(name))
+
+
+def read_quantised(file: GgufFile, config: ModelConfig, name: str) -> QuantisedRows | None:
+    """The same as the file's own groups of 4 or 8 bits, or None where it has others or none."""
+    rows = file.read_quantised(name)
+    return rows and rows._replace(blocks=_half_split(file, config, name, rows.blocks))
+
+
+def _half_split(file: GgufFile, config: ModelConfig, name: str, values: np.ndarray) -> np.ndarray:
+    """Rows of q and k in the half-split rotary order, others as they are."""
     found = _LAYER_TENSOR.fullmatch(name)
     num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(found[2] if found else "")
     if num_heads is None:

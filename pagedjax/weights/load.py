@@ -16,7 +16,9 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM
 from pagedjax.weights import gguf_llama
 from pagedjax.weights.gguf import open_gguf
+from pagedjax.weights.pack import Layout, pack_for
 from pagedjax.weights.safetensors import open_safetensors
+from pallas_kernels.matmul import QuantisedRows
 from pallas_kernels.ragged_attention import AttentionBackend
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -27,12 +29,14 @@ class Checkpoint:
     """One open checkpoint, a context manager.
 
     `get(name)` gives one tensor in float32, bfloat16 or float16: a view of the file, or an array of the caller's own.
+    `get_quantised(name)` gives it as the file quantised it, or None where it is not in groups of 4 or 8 bits.
     `tokenizer_source` is the path that holds the tokenizer. Views live on after `close`.
     """
 
     config: ModelConfig
     names: frozenset[str]
     get: Callable[[str], np.ndarray]
+    get_quantised: Callable[[str], QuantisedRows | None]
     tokenizer_source: Path
     close: Callable[[], None]
 
@@ -54,17 +58,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return _open_hf(path) if path.is_dir() else _open_gguf(path)
 
 
-def load_model(path: str | Path, *, dtype: str, backend: AttentionBackend) -> LlamaForCausalLM:
+def load_model(
+    path: str | Path, *, dtype: str, backend: AttentionBackend, layout: Layout = "float"
+) -> LlamaForCausalLM:
     """The model of the checkpoint at `path` with its weights in `dtype` (float32, bfloat16 or float16).
 
-    One tensor at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and for tensors
-    that are missing, too many or of the wrong shape.
+    `layout` is how weights of products are kept: "float"; "packed_bf16"; or "grouped", the file's own groups of 4 and 8
+    bits as they are and all else as bfloat16 (both take native kernels: `matmul.preferred` says what suits). One tensor
+    at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and for tensors that are
+    missing, too many or of the wrong shape.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; set --dtype to one of {', '.join(DTYPES)}")
     with open_checkpoint(path) as checkpoint:
         kind = registry.find(checkpoint.config)
-        return kind.load(checkpoint.config, checkpoint.get, checkpoint.names, dtype=DTYPES[dtype], backend=backend)
+        pack = pack_for(checkpoint.get, checkpoint.get_quantised, layout)
+        return kind.load(
+            checkpoint.config, checkpoint.get, checkpoint.names, dtype=DTYPES[dtype], backend=backend, pack=pack
+        )
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -75,13 +86,16 @@ def _open_gguf(path: Path) -> Checkpoint:
     def get(name: str) -> np.ndarray:
         return gguf_llama.read_tensor(file, config, file_names[name])
 
-    return Checkpoint(config, frozenset(file_names), get, path, file.close)
+    def get_quantised(name: str) -> QuantisedRows | None:
+        return gguf_llama.read_quantised(file, config, file_names[name])
+
+    return Checkpoint(config, frozenset(file_names), get, get_quantised, path, file.close)
 
 
 def _open_hf(directory: Path) -> Checkpoint:
     config = ModelConfig.from_hf(_read_config(directory / "config.json"))
     files = open_safetensors(directory)
-    return Checkpoint(config, files.names, files.read, directory, files.close)
+    return Checkpoint(config, files.names, files.read, lambda name: None, directory, files.close)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,9 +1,30 @@
-"""Matrix products with a weight of any layout: `matmul(x, weight)`, `take_rows(weight, ids)`.
+"""Products with a weight of any layout: `matmul`, `take_rows`, and `linear`, a product with what lies around it.
 
-A layout is a registered pytree dataclass; `register` teaches both functions a new one, so that quantised weights slot
-in without touching models.
+A layout is a registered pytree dataclass; `register` teaches the functions a new one, so that quantised weights slot in
+without touching models. `preferred` says which layout suits weights of a dtype here, and why not another.
 """
 
+from pallas_kernels.matmul.choice import LayoutChoice, preferred
+from pallas_kernels.matmul.fused import Norm, linear, rms_norm
 from pallas_kernels.matmul.layouts import FloatWeight, Layout, matmul, register, take_rows
+from pallas_kernels.matmul.packed import Grouped4, Grouped8, PackedBf16, pack_floats, pack_quantised
+from pallas_kernels.matmul.packing import QuantisedRows
 
-__all__ = ["FloatWeight", "Layout", "matmul", "register", "take_rows"]
+__all__ = [
+    "FloatWeight",
+    "Grouped4",
+    "Grouped8",
+    "Layout",
+    "LayoutChoice",
+    "Norm",
+    "PackedBf16",
+    "QuantisedRows",
+    "linear",
+    "matmul",
+    "pack_floats",
+    "pack_quantised",
+    "preferred",
+    "register",
+    "rms_norm",
+    "take_rows",
+]

@@ -14,11 +14,13 @@ class Layout(NamedTuple):
     """How to use one kind of weight of shape [out, in].
 
     `matmul(x [tokens, in], weight)` gives [tokens, out] in float32; `take_rows(weight, ids [n])` gives [n, in] in the
-    layout's own compute dtype.
+    layout's own compute dtype. `linear`, where there is one, is a fused way to do what `linear.linear` describes; it
+    may give NotImplemented for what it can't do.
     """
 
     matmul: Callable[[jax.Array, Any], jax.Array]
     take_rows: Callable[[Any, jax.Array], jax.Array]
+    linear: Callable[..., Any] | None = None
 
 
 _LAYOUTS: dict[type, Layout] = {}
@@ -33,15 +35,16 @@ def register(kind: type, layout: Layout) -> None:
 
 def matmul(x: jax.Array, weight: Any, out_dtype: Any = None) -> jax.Array:
     """x [tokens, in] times weight [out, in]: [tokens, out], summed in float32, in `out_dtype` (x's by default)."""
-    return _layout(weight).matmul(x, weight).astype(out_dtype or x.dtype)
+    return find(weight).matmul(x, weight).astype(out_dtype or x.dtype)
 
 
 def take_rows(weight: Any, ids: jax.Array) -> jax.Array:
     """Rows `ids` [n] of a weight [out, in]: [n, in]. Ids must be in range."""
-    return _layout(weight).take_rows(weight, ids)
+    return find(weight).take_rows(weight, ids)
 
 
-def _layout(weight: Any) -> Layout:
+def find(weight: Any) -> Layout:
+    """The layout of a weight. Raises NotImplementedError for one of a type that was not registered."""
     try:
         return _LAYOUTS[type(weight)]
     except KeyError:

@@ -20,7 +20,8 @@ from pallas_kernels.native.build import LIBRARY, source_hash
 from pallas_kernels.native.threads import usable_cpus
 
 LEVELS = ("plain", "avx2", "avx512", "avx512_bf16")  # the order of levels.h
-TARGETS: tuple[str, ...] = ("pagedjax_ragged_attention",)  # FFI targets; the library's symbols have the same names
+# FFI targets; the library's symbols have the same names
+TARGETS = ("pagedjax_linear", "pagedjax_take_rows", "pagedjax_ragged_attention")
 REBUILD = "`python -m pallas_kernels.native` builds it"
 
 
@@ -30,11 +31,15 @@ class NativeUnavailable(NotImplementedError):
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The loaded library: the level of instructions in use, the best one here, the threads of its pool."""
+    """The loaded library: the level of instructions it began with, all that run here, the threads of its pool."""
 
     level: str
-    best_level: str
+    levels: tuple[str, ...]
     num_threads: int
+
+    @property
+    def best_level(self) -> str:
+        return self.levels[-1]
 
 
 def unavailable() -> str | None:
@@ -56,6 +61,14 @@ def load() -> NativeLibrary:
     if isinstance(loaded, str):
         raise NativeUnavailable(loaded)
     return loaded
+
+
+def use_level(level: str) -> None:
+    """From now on all kernels of the process run at `level`, one of LEVELS up to the best: for tests and benchmarks."""
+    library = load()
+    if level not in library.levels:
+        raise ValueError(f"no level {level!r} here; known: {', '.join(library.levels)}")
+    ctypes.CDLL(str(LIBRARY)).pagedjax_configure(LEVELS.index(level), library.num_threads)
 
 
 @functools.cache
@@ -95,10 +108,10 @@ def _ffi_version() -> int:
 
 
 def _configure(library: ctypes.CDLL, wish: str | None) -> NativeLibrary | str:
-    best = LEVELS[library.pagedjax_best_level()]
-    level = wish or best
-    if LEVELS.index(level) > LEVELS.index(best):
-        raise ValueError(f"PAGEDJAX_NATIVE={level}: the best level of this machine and library is {best}")
+    levels = LEVELS[: library.pagedjax_best_level() + 1]
+    level = wish or levels[-1]
+    if level not in levels:
+        raise ValueError(f"PAGEDJAX_NATIVE={level}: the best level of this machine and library is {levels[-1]}")
     num_threads = usable_cpus()
     library.pagedjax_configure(LEVELS.index(level), num_threads)
     try:
@@ -106,4 +119,4 @@ def _configure(library: ctypes.CDLL, wish: str | None) -> NativeLibrary | str:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except Exception as error:  # whatever XLA raises: its own types differ between versions
         return f"XLA refused the library: {error}"
-    return NativeLibrary(level, best, num_threads)
+    return NativeLibrary(level, levels, num_threads)

@@ -64,7 +64,7 @@ class Pool {
     unclaimed_.store(num_items, std::memory_order_release);
     wake();
     take_part();
-    while (!spin_until([this] { return unfinished_.load(std::memory_order_acquire) == 0; })) std::this_thread::yield();
+    wait_for_others();
   }
 
  private:
@@ -75,8 +75,21 @@ class Pool {
       int64_t left = unclaimed_.fetch_sub(1, std::memory_order_acq_rel);
       if (left <= 0) return;
       fn_(context_, num_items_ - left);
-      unfinished_.fetch_sub(1, std::memory_order_release);
+      if (unfinished_.fetch_sub(1) == 1 && is_caller_asleep_.load()) {
+        std::lock_guard<std::mutex> lock(sleep_);
+        is_done_.notify_one();
+      }
     }
+  }
+
+  // A worker that the system has put aside in the middle of an item needs this CPU more than a spinning caller does.
+  void wait_for_others() {
+    auto is_done = [this] { return unfinished_.load() == 0; };
+    if (spin_until(is_done)) return;
+    std::unique_lock<std::mutex> lock(sleep_);
+    is_caller_asleep_.store(true);  // before looking again: workers count first, then look for a sleeper
+    is_done_.wait(lock, is_done);
+    is_caller_asleep_.store(false);
   }
 
   void wake() {
@@ -109,8 +122,9 @@ class Pool {
   alignas(kCacheLine) std::atomic<int64_t> unfinished_{0};
   alignas(kCacheLine) std::atomic<uint32_t> num_regions_{0};
   std::atomic<int> num_sleeping_{0};
+  std::atomic<bool> is_caller_asleep_{false};
   std::mutex sleep_;
-  std::condition_variable is_awake_;
+  std::condition_variable is_awake_, is_done_;
 };
 
 std::atomic<int> wanted_threads{1};

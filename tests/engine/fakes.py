@@ -51,7 +51,7 @@ class CountingRunner:
     Blocks hold the tokens that were computed into them, and a row reads its context from its blocks: who loses,
     overwrites or mixes up a block gets a wrong output. Ids are worked out at dispatch, as on a device.
 
-    Faults: `fail_at_plan` cannot start; steps with a sequence whose prompt begins with CRASH fail when collected.
+    Faults: `fail_at_plan` cannot start; from `die_at_plan` on nothing does, an empty cache neither; steps with a sequence whose prompt begins with CRASH fail when collected.
     Transfers end at the `transfer_polls`-th poll, those of which `fails_transfer` says so badly.
     """
 
@@ -61,6 +61,8 @@ class CountingRunner:
         self.tokens = TokenTable()
         self.num_slots, self.block_size, self.slots = num_slots, block_size, set()
         self.fail_at_plan: int | None = None
+        self.die_at_plan: int | None = None
+        self.is_dead = False
         self.transfer_polls = 1
         self.fails_transfer: Callable[[int], bool] = lambda transfer_id: False
         self.num_resets = 0
@@ -70,13 +72,16 @@ class CountingRunner:
         self.reset()
 
     def reset(self) -> None:
+        if self.is_dead:
+            raise RuntimeError("the device is gone")
         self.blocks: dict[int, dict[int, int]] = {}  # block -> offset -> token
         self.sampled: dict[int, tuple[int, int]] = {}  # sequence -> position and value of its newest token
         self.slots.clear()
         self.num_resets += 1
 
     def dispatch(self, plan: StepPlan) -> StepResult | Exception:
-        if plan.plan_id == self.fail_at_plan:
+        self.is_dead = self.die_at_plan is not None and plan.plan_id >= self.die_at_plan
+        if self.is_dead or plan.plan_id == self.fail_at_plan:
             for scatter in plan.scatters:
                 self.staged.pop(scatter.transfer_id)
             raise RuntimeError("the device fell over")

@@ -198,6 +198,16 @@ def broken(plan):
     raise RuntimeError("the device is gone")
 
 
+def test_a_device_that_cannot_start_over_ends_the_engine():
+    engine = make_engine()
+    engine.runner.die_at_plan = 1
+    engine.add(engine.prepare("abc", params(), request_id="r"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_to_the_end(engine)
+    with pytest.raises(EngineError, match="cannot go on"):
+        engine.step()
+
+
 def test_a_step_that_is_broken_off_ends_the_engine():
     engine = make_engine()
     engine.add(engine.prepare("abc", params(), request_id="r"))

@@ -26,21 +26,23 @@ def test_where_work_is_done_follows_from_its_size(num_bytes, lane):
     assert asyncio.run(Workers().run(num_bytes, thread_name)).startswith(lane)
 
 
-def test_too_many_bytes_at_once_are_refused_and_room_comes_back(monkeypatch):
-    monkeypatch.setattr(workers, "MAX_HELD_BYTES", 10_000)
+def test_a_lane_refuses_more_than_it_may_hold_and_takes_more_when_that_is_read(monkeypatch):
+    monkeypatch.setattr(workers, "MAX_HELD_BYTES", 2 * len(MEGABYTE))
 
     async def scenario():
         lanes, gate = Workers(), threading.Event()
-        first = asyncio.ensure_future(lanes.read(9_000, gate.wait))
+        first = asyncio.ensure_future(lanes.read(2 * len(MEGABYTE), gate.wait))
         await asyncio.sleep(0)
         with pytest.raises(RequestError) as refusal:
-            await lanes.read(2_000, thread_name)
+            await lanes.read(len(MEGABYTE), thread_name)
+        others = await lanes.read(len(PAGES), thread_name), await lanes.read(len(PAGES) + 1, thread_name)
         gate.set()
         await first
-        return refusal.value.code, await lanes.read(20_000, thread_name)
+        return refusal.value.code, *others, await lanes.read(3 * len(MEGABYTE), thread_name)
 
-    code, lane = asyncio.run(scenario())
-    assert code == "queue_full" and lane.startswith("quick")
+    code, *lanes = asyncio.run(scenario())
+    assert code == "queue_full"
+    assert [lane.partition("_")[0] for lane in lanes] == [LOOP, "quick", "slow"]
 
 
 @pytest.fixture

@@ -1,0 +1,49 @@
+"""Which layout suits a model's weights on this machine, and why the others don't."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import native
+
+LayoutName = Literal["grouped", "packed_bf16", "float"]
+NAMES: tuple[LayoutName, ...] = ("grouped", "packed_bf16", "float")  # in order of preference
+
+
+class LayoutChoice(NamedTuple):
+    """The layout to use, and the reasons against the others by name, in order of preference."""
+
+    name: LayoutName
+    refused: Mapping[str, str]
+
+
+def preferred(dtype: Any, *, is_quantised: bool) -> LayoutChoice:
+    """For a model that computes in `dtype`, whose checkpoint holds groups of 4 or 8 bits or not.
+
+    "grouped" keeps those as they are, "packed_bf16" holds bfloat16 for native kernels, "float" is XLA's. Raises
+    ValueError for a variable of the environment that means nothing (see `native`).
+    """
+    missing = native.unavailable()
+    refused: dict[str, str] = {}
+    for name in NAMES:
+        reason = _refusal(name, jnp.dtype(dtype), is_quantised, missing)
+        if reason is None:
+            for other in NAMES[NAMES.index(name) + 1 :]:
+                refused[other] = f"{name} is preferred"
+            return LayoutChoice(name, MappingProxyType(refused))
+        refused[name] = reason
+    raise AssertionError("float is never refused")
+
+
+def _refusal(name: LayoutName, dtype: Any, is_quantised: bool, missing: str | None) -> str | None:
+    if name == "float":
+        return None
+    if missing is not None:
+        return f"it needs the native kernels: {missing}"
+    if name == "grouped" and not is_quantised:
+        return "the weights are not quantised"
+    if dtype != jnp.bfloat16:
+        return f"it rounds, and {dtype} is asked for"
+    return None
