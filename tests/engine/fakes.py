@@ -51,8 +51,9 @@ class CountingRunner:
     Blocks hold the tokens that were computed into them, and a row reads its context from its blocks: who loses,
     overwrites or mixes up a block gets a wrong output. Ids are worked out at dispatch, as on a device.
 
-    Faults: `fail_at_plan` cannot start; from `die_at_plan` on nothing does, an empty cache neither; steps with a sequence whose prompt begins with CRASH fail when collected.
-    Transfers end at the `transfer_polls`-th poll, those of which `fails_transfer` says so badly.
+    Faults: `fail_at_plan` cannot start; from `die_at_plan` on nothing does, an empty cache neither; steps with a
+    sequence whose prompt begins with CRASH fail when collected. Transfers end at the `transfer_polls`-th poll, those of
+    which `fails_transfer` says so badly.
     """
 
     recompiles = 0
