@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pagedjax.core.errors import ConfigError
+from pagedjax.core.presets import PRESETS
 from pagedjax.engine.config import EngineConfig, resolve
 from tests.runtime.tiny import CONFIG
 
@@ -58,7 +59,8 @@ def test_a_disks_part_goes_to_the_models_folder_unless_told(monkeypatch):
 
 
 def test_resolve_keeps_what_was_chosen():
-    chosen = EngineConfig(dtype="float16", max_model_len=32, max_num_batched_tokens=64, compilation_cache_dir="here")
+    limits = {"max_model_len": 32, "max_num_batched_tokens": 64}
+    chosen = EngineConfig(dtype="float16", compilation_cache_dir="here", **limits, **PRESETS["batch"])
     assert resolve(chosen, CONFIG, platform="cpu") == chosen
 
 
