@@ -32,7 +32,7 @@ def admit(state: State, batch: Batch) -> State:
     if slots <= 0 or budget <= 0 or not state.waiting.places:
         return state
     pool, tiers, waiting, running = state.pool, state.tiers, state.waiting, list(state.running)
-    order = order_of(state, batch.service)
+    order = order_of(state, batch.booked())
     shared_tails = state.shared_tails
     num_promised = num_blocks_promised(running, order)
     num_passed_over = 0
@@ -66,6 +66,7 @@ def admit(state: State, batch: Batch) -> State:
             pool, tiers = unpark(pool, tiers, admitted, config.block_size)
             shared_tails |= start.shared_tail
             admitted = plan_row(batch, admitted, length, config.block_size, start.writes)
+            batch.booked()
             budget -= length
         num_promised += num_blocks_promised((admitted,), order)
         insort(running, admitted, key=lambda s: s.rank)

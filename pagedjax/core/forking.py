@@ -64,11 +64,14 @@ def with_own_tail(pool: BlockPool, sequence: Sequence, block_id: int) -> tuple[B
 
 
 def parent_of(sequence: Sequence, running: list[Sequence]) -> Sequence | None:
-    """The running sequence with the same prompt whose blocks a waiting one can share."""
-    return next(
-        (s for s in running if s.sequence_id == sequence.request.fork_of and s.phase is Phase.RUNNING and s.blocks),
-        None,
-    )
+    """The running sequence with the same prompt whose blocks a waiting one can share. All who hold a block must know it
+    by the same name, or all by none."""
+    parent = next((s for s in running if s.sequence_id == sequence.request.fork_of), None)
+    if parent is None or parent.phase is not Phase.RUNNING:
+        return None
+    names = parent.block_hashes[: len(sequence.block_hashes)]
+    same_names = names == sequence.block_hashes and bool(names) is bool(parent.block_hashes)
+    return parent if same_names else None
 
 
 def awaits_parent(state: State, sequence: Sequence, parent: Sequence | None, rows: tuple[Row, ...]) -> bool:

@@ -47,7 +47,7 @@ def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
 
 def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
     service: defaultdict[str, int] = defaultdict(int)
-    batch = Batch([], [], {}, service, [], order_of(state, service), alone)
+    batch = Batch([], [], {}, service, [], [], order_of(state, service), alone)
     if not state.suspects:
         state, effects = make_way(state, batch.order)
         batch.effects.extend(effects)
@@ -68,7 +68,7 @@ def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
         pending=(*state.pending, Map(batch.filled)),
         in_flight=(*state.in_flight, plan),
         next_plan_id=state.next_plan_id + 1,
-        tenants=leave(charge(state.tenants, service), line.queues, state.waiting.queues),
+        tenants=leave(charge(state.tenants, batch.booked()), line.queues, state.waiting.queues),
     )
     return state, (*batch.effects, RunStep(plan))
 
@@ -98,11 +98,16 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
         if num_lacking > 0 or copies_tail:
             num_new = num_blocks_for(max(num_lacking, 0), block_size) + copies_tail
             num_kept = 0 if sequence.stay.reserved else num_reserved
-            if num_new + num_kept > pool.num_free:
+            while num_new + num_kept > pool.num_free:
                 short = True
-                pool, tiers = _make_room(batch, running, index, num_new + num_kept, pool, tiers)
-                if num_new + num_kept > pool.num_free or running[index].phase is not Phase.RUNNING:
-                    continue
+                victim = _next_victim(batch, running, index, num_new + num_kept, pool)
+                if victim is None:
+                    break
+                pool, tiers = _preempt(batch, running, victim, pool, tiers)
+                if copies_tail and not writes_shared_tail(sequence, pool, shared_tails, block_size):
+                    copies_tail, num_new = False, num_new - 1  # the victim was the other one that held it
+            if num_new + num_kept > pool.num_free or running[index].phase is not Phase.RUNNING:
+                continue
             pool, taken = take(pool, num_new)
             num_reserved -= num_new if sequence.stay.reserved else 0
             if copies_tail:
@@ -139,22 +144,22 @@ def _no_more_than(num_rows: int, left: list[int]) -> list[int]:
     return [num_left if index in planned else 0 for index, num_left in enumerate(left)]
 
 
-def _make_room(
-    batch: Batch, running: list[Sequence], beneficiary: int, num_new: int, pool: BlockPool, tiers: Tiers
-) -> tuple[BlockPool, Tiers]:
-    """Preempt the lowest ranks until the blocks are there or on their way.
+def _next_victim(batch: Batch, running: list[Sequence], beneficiary: int, num_new: int, pool: BlockPool) -> int | None:
+    """Who must yield next, if the blocks are neither there nor on their way."""
+    if pool.num_free + num_blocks_coming(running, pool) >= num_new:
+        return None
+    return victim_index(running, beneficiary, excess_blocks(running, batch.order))
 
-    The blocks of a victim that is in no plan in flight are free at once. Else the beneficiary sits this step out, and
-    gets them when the steps in flight that read them are done.
-    """
-    while pool.num_free + num_blocks_coming(running, pool) < num_new:
-        index = victim_index(running, beneficiary, excess_blocks(running, batch.order))
-        if index is None:
-            break
-        victim = yields(running[index], "memory")
-        if victim.num_in_flight == 0:
-            pool, tiers, effects = park(pool, tiers, victim, batch.order.config)
-            batch.effects.extend(effects)
-            victim = victim._replace(blocks=())
-        running[index] = victim
+
+def _preempt(
+    batch: Batch, running: list[Sequence], index: int, pool: BlockPool, tiers: Tiers
+) -> tuple[BlockPool, Tiers]:
+    """The blocks of a victim that is in no plan in flight are free at once. Else the beneficiary sits this step out,
+    and gets them when the steps in flight that read them are done."""
+    victim = yields(running[index], "memory")
+    if victim.num_in_flight == 0:
+        pool, tiers, effects = park(pool, tiers, victim, batch.order.config)
+        batch.effects.extend(effects)
+        victim = victim._replace(blocks=())
+    running[index] = victim
     return pool, tiers

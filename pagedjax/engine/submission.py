@@ -95,19 +95,25 @@ def within_room(request: Submission, config: SchedulerConfig) -> Submission:
 
 def check_queue(requests: Sequence[Submission], config: SchedulerConfig) -> None:
     """Raise RequestError for requests that even an empty queue could not take together: they would wait for ever."""
+    _check_share(requests, config.max_queued_requests, config.max_queued_tokens)
+    for tenant in {request.tenant for request in requests}:
+        _check_share([request for request in requests if request.tenant == tenant], *config.queue_share(tenant))
+
+
+def _check_share(requests: Sequence[Submission], max_sequences: int, max_tokens: int) -> None:
     num_sequences = sum(request.params.n for request in requests)
     num_tokens = sum(request.params.n * len(request.prompt_token_ids) for request in requests)
-    if num_sequences > config.max_queued_requests:
+    if num_sequences > max_sequences:
         raise RequestError(
-            f"{_shape(requests)} make {num_sequences} sequences, and at most {config.max_queued_requests} may wait "
-            "(--max-queued-requests): ask for fewer at a time",
+            f"You asked for {num_sequences} sequences ({_shape(requests)}), and at most {max_sequences} of yours may "
+            "wait (--max-queued-requests); ask for fewer at a time.",
             param="prompt" if len(requests) > 1 else "n",
             code="prompt_exceeds_queue",
         )
-    if num_tokens > config.max_queued_tokens:
+    if num_tokens > max_tokens:
         raise RequestError(
-            f"{_shape(requests)} make {num_tokens} prompt tokens, and at most {config.max_queued_tokens} may wait "
-            "(--max-queued-tokens): ask for fewer at a time",
+            f"You asked for {num_tokens} prompt tokens ({_shape(requests)}), and at most {max_tokens} of yours may "
+            "wait (--max-queued-tokens); ask for fewer at a time.",
             param="prompt",
             code="prompt_exceeds_queue",
         )

@@ -74,14 +74,13 @@ def victim_is_always_the_beneficiary(victim_index):
     return lambda running, beneficiary, excess: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
 
 
-def free_a_victim_in_flight_at_once(make_room):
-    def mutant(batch, running, *args):
-        pool, tiers = make_room(batch, running, *args)
-        for i, sequence in enumerate(running):
-            if sequence.phase is Phase.YIELDING and sequence.blocks:
-                pool, tiers, effects = parking.park(pool, tiers, sequence, batch.order.config)
-                batch.effects.extend(effects)
-                running[i] = sequence._replace(blocks=())
+def free_a_victim_in_flight_at_once(preempt):
+    def mutant(batch, running, index, pool, tiers):
+        pool, tiers = preempt(batch, running, index, pool, tiers)
+        if running[index].blocks:
+            pool, tiers, effects = parking.park(pool, tiers, running[index], batch.order.config)
+            batch.effects.extend(effects)
+            running[index] = running[index]._replace(blocks=())
         return pool, tiers
 
     return mutant
@@ -208,10 +207,6 @@ def forget_nothing(forget):
     return lambda pool, names: pool
 
 
-def name_a_partial_block_like_a_longer_one(names_of):
-    return lambda sequence, block_size: names_of(sequence._replace(num_computed=sequence.num_tokens), block_size)
-
-
 def keep_in_transfer(end_transfer):
     return lambda tiers, transfer_id: tiers._replace(transfers=tiers.transfers.delete(transfer_id))
 
@@ -259,15 +254,6 @@ def write_a_shared_prompt(start_of_fork):
     return lambda *args: start_of_fork(*args)._replace(writes=True)
 
 
-def lose_the_copies_but_keep_counting(park_without_device):
-    def mutant(tiers, sequence, block_size):
-        after, effects = park_without_device(tiers, sequence, block_size)
-        parked = after.parked[sequence.sequence_id]._replace(copies=())
-        return after._replace(parked=after.parked.set(sequence.sequence_id, parked)), effects
-
-    return mutant
-
-
 def keep_the_lost_cache(make_pool):
     def mutant(num_blocks):
         return take(make_pool(num_blocks), 1)[0]
@@ -293,7 +279,7 @@ MUTANTS = [
     (planning, "take", take_the_same_block_twice),
     (planning, "victim_index", wrong_victim),
     (planning, "victim_index", victim_is_always_the_beneficiary),
-    (planning, "_make_room", free_a_victim_in_flight_at_once),
+    (planning, "_preempt", free_a_victim_in_flight_at_once),
     (admission, "num_blocks_to_admit", admit_without_headroom),
     (resuming, "max_prefix_blocks", reuse_the_last_token),
     (resuming, "longest_prefix", wrong_prefix),
@@ -318,19 +304,17 @@ MUTANTS = [
     (parking, "_cancel_fetch", discard_nothing),
     (parking, "_give_up_copies", keep_all_copies),
     (parking, "forget", forget_nothing),
-    (parking, "names_of", name_a_partial_block_like_a_longer_one),
     (transfers, "end_transfer", keep_in_transfer),
     (transfers, "_give_up_lost", trust_what_is_lost),
     (transfers, "_failed", take_a_failure_for_success),
-    (resuming, "land", scatter_nothing),
-    (resuming, "start_fetch", scatter_to_each_other_s_blocks),
+    (planning, "land", scatter_nothing),
+    (admission, "start_fetch", scatter_to_each_other_s_blocks),
     (resuming, "_num_tokens_in", count_partial_blocks_as_full),
     (planning, "writes_shared_tail", never),
     (planning, "with_own_tail", copy_the_other_way),
     (admission, "awaits_parent", never),
     (admission, "start_of_fork", write_a_shared_prompt),
     (forking, "share", share_without_counting),
-    (failing, "park_without_device", lose_the_copies_but_keep_counting),
     (failing, "make_pool", keep_the_lost_cache),
     (failing, "_marked", go_on_as_if_nothing_had_happened),
 ]
