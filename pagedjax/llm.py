@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.request import RequestOutput, SamplingParams
+from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
@@ -47,11 +48,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Iterable[int] = 0,
+        tenant: str | Iterable[str] = DEFAULT_TENANT,
+        preemptible: bool | Iterable[bool] = True,
     ) -> list[RequestOutput]:
         """Complete each prompt: a string, token ids, or vLLM's {"prompt": …} or {"prompt_token_ids": …}.
 
-        Any iterables serve as lists, and arrays of integers; no prompts give no results. `sampling_params` and
-        `priority` are for all prompts, or one each. Results are in the prompts' order. As in vLLM, output ends where
+        Any iterables serve as lists, and arrays of integers; no prompts give no results. `sampling_params`,
+        `priority`, `tenant` (whose share pays) and `preemptible` (False: from its first step to its last without a
+        break) are for all prompts, or one each. Results are in the prompts' order. As in vLLM, output ends where
         the context does, whatever `max_tokens`. Raises RequestError, and runs nothing, if any request is out of
         bounds or no prompt at all, and EngineError if the model gives logits that are not finite.
         """
@@ -59,9 +63,13 @@ class LLM:
         one = SamplingParams() if sampling_params is None else sampling_params
         params = one_each("sampling_params", one, SamplingParams, len(many))
         priorities = one_each("priority", priority, int, len(many))
+        tenants = one_each("tenant", tenant, str, len(many))
+        breaks = one_each("preemptible", preemptible, bool, len(many))
         requests = [
-            self.engine.prepare(prompt, p, request_id=str(next(self._ids)), priority=rank)
-            for prompt, p, rank in zip(many, params, priorities, strict=True)
+            self.engine.prepare(
+                prompt, p, request_id=str(next(self._ids)), priority=rank, tenant=name, preemptible=may_break
+            )
+            for prompt, p, rank, name, may_break in zip(many, params, priorities, tenants, breaks, strict=True)
         ]
         scheduler = self.engine.state.config
         return self._run([within_room(request, scheduler) for request in requests], use_tqdm)
@@ -150,4 +158,7 @@ def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     unlimited = {"max_queued_requests": 2**62, "max_queued_tokens": 2**62}
+    weights = options.get("tenant_weights")
+    if isinstance(weights, Mapping):
+        options = {**options, "tenant_weights": ",".join(f"{name}={weight}" for name, weight in weights.items())}
     return EngineConfig(model=model, **{**unlimited, **options})

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import RequestError
+from pagedjax.core.tenants import DEFAULT_TENANT
 from serving import dashboard, errors
 from serving.edge import Edge, read_body
 from serving.errors import json_response
@@ -32,9 +33,12 @@ MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 60.0
 
 
-def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
-    """The app over an engine, which it starts and stops with itself. `app.state.service` is its Service."""
-    service = Service(engine)
+def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES, trust_tenant_header: bool = False) -> Starlette:
+    """The app over an engine, which it starts and stops with itself. `app.state.service` is its Service.
+
+    Trust X-Tenant only behind a gateway that sets it: else callers choose whose share pays for them.
+    """
+    service = Service(engine, trust_tenant_header=trust_tenant_header)
     route_of = {route.endpoint: route.path for route in ROUTES}
     edge = Middleware(Edge, metrics=service.http_metrics, route_of=route_of, max_body_bytes=max_body_bytes)
     handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_http}
@@ -48,8 +52,9 @@ def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starl
 class Service:
     """What the routes share: the engine, the requests being answered, and whether new ones are taken."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, trust_tenant_header: bool = False) -> None:
         self.engine = engine
+        self.trust_tenant_header = trust_tenant_header
         self.active = ActiveRequests()
         self.http_metrics = HttpMetrics()
         self.snapshots = dashboard.Snapshots(engine)
@@ -100,8 +105,9 @@ class Service:
         self.check_open()
         if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise RequestError("requests from pages of other origins are refused", code="cross_origin")
+        tenant = request.headers.get("x-tenant", DEFAULT_TENANT) if self.trust_tenant_header else DEFAULT_TENANT
         body = await self._body(request)
-        return await self.workers.read(len(body), lambda: read(self.engine, body, response_id))
+        return await self.workers.read(len(body), lambda: read(self.engine, body, response_id, tenant))
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises RequestError request_timeout, and draining when a drain begins first."""

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from pagedjax.core.request import Logprob, SamplingParams
 from pagedjax.core.state import State
+from pagedjax.core.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from pagedjax.engine.async_engine import AsyncEngine
@@ -86,7 +87,13 @@ class Engine(Protocol):
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
     ) -> "Submission": ...
     def submit_all(self, requests: "Sequence[Submission]") -> Sequence[Stream]: ...
     def state(self) -> State: ...

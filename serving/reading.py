@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from pagedjax.core.errors import RequestError
+from pagedjax.core.tenants import DEFAULT_TENANT
 from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
 from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
@@ -14,16 +15,20 @@ if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission
 
 Call = TypeVar("Call", CompletionCall, ChatCall)
-Read = Callable[[Engine, bytes, str], tuple[Call, list["Submission"]]]
+Read = Callable[[Engine, bytes, str, str], tuple[Call, list["Submission"]]]
 
 
-def read_completion(engine: Engine, body: bytes, response_id: str) -> tuple[CompletionCall, list["Submission"]]:
+def read_completion(
+    engine: Engine, body: bytes, response_id: str, tenant: str = DEFAULT_TENANT
+) -> tuple[CompletionCall, list["Submission"]]:
     """The call and one submission a prompt. Raises RequestError naming the field."""
     call = parse_completion(from_json(body), _facts(engine))
-    return call, _prepare(engine, [_encode(engine, prompt) for prompt in call.prompts], call, response_id)
+    return call, _prepare(engine, [_encode(engine, prompt) for prompt in call.prompts], call, response_id, tenant)
 
 
-def read_chat(engine: Engine, body: bytes, response_id: str) -> tuple[ChatCall, list["Submission"]]:
+def read_chat(
+    engine: Engine, body: bytes, response_id: str, tenant: str = DEFAULT_TENANT
+) -> tuple[ChatCall, list["Submission"]]:
     """The call and its one submission. Raises RequestError naming the field."""
     call = parse_chat(from_json(body), _facts(engine))
     # The template writes the special tokens itself.
@@ -31,7 +36,7 @@ def read_chat(engine: Engine, body: bytes, response_id: str) -> tuple[ChatCall, 
     token_ids = engine.tokenizer.encode(text, add_special_tokens=False, max_len=engine.max_model_len)
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of these messages", param="messages")
-    return call, _prepare(engine, [token_ids], call, response_id)
+    return call, _prepare(engine, [token_ids], call, response_id, tenant)
 
 
 def from_json(body: bytes) -> Any:
@@ -56,10 +61,10 @@ def _encode(engine: Engine, prompt: Prompt) -> list[int]:
 
 
 def _prepare(
-    engine: Engine, prompts: Sequence[list[int]], call: CompletionCall | ChatCall, response_id: str
+    engine: Engine, prompts: Sequence[list[int]], call: CompletionCall | ChatCall, response_id: str, tenant: str
 ) -> list["Submission"]:
     names = [response_id] if len(prompts) == 1 else [f"{response_id}-{i}" for i in range(len(prompts))]
     return [
-        engine.prepare(prompt, call.params, request_id=name, priority=call.priority)
+        engine.prepare(prompt, call.params, request_id=name, priority=call.priority, tenant=tenant)
         for prompt, name in zip(prompts, names)
     ]

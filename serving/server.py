@@ -33,6 +33,7 @@ def serve(
     port: int = 8000,
     drain_timeout_s: float = 30.0,
     max_body_bytes: int = MAX_BODY_BYTES,
+    trust_tenant_header: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until a signal and returns the exit status: 0, 1 if the engine died, or 128 + the signal's number if it
@@ -43,7 +44,7 @@ def serve(
     """
     listener = bind(host, port)
     try:
-        app = create_app(make_engine(), max_body_bytes=max_body_bytes)
+        app = create_app(make_engine(), max_body_bytes=max_body_bytes, trust_tenant_header=trust_tenant_header)
         server = DrainingServer(app, listener, drain_timeout_s, on_ready)
         return server.serve_until_signal()
     finally:

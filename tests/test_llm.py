@@ -10,6 +10,7 @@ import pytest
 from pagedjax import llm as module
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.core.request import SamplingParams
+from pagedjax.core.state import Arrived
 from tests.engine.fakes import make_engine
 
 
@@ -176,3 +177,23 @@ def test_the_third_interrupt_breaks_off_a_step_that_hangs(llm, interruptible, mo
     monkeypatch.setattr(llm.engine.runner, "dispatch", hanging)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("abc", params())
+
+
+def test_each_prompt_may_have_a_tenant_and_must_not_be_preempted(llm, monkeypatch):
+    heard, update = [], llm.engine._send
+
+    def listen(event):
+        heard.append(event)
+        update(event)
+
+    monkeypatch.setattr(llm.engine, "_send", listen)
+    llm.generate(["abc", "ABC"], params(), tenant=["gold", "default"], preemptible=[False, True])
+    llm.generate(["abc"], params(), tenant="gold")
+    requests = [event.request for event in heard if isinstance(event, Arrived)]
+    assert [request.tenant for request in requests] == ["gold", "default", "gold"]
+    assert [request.preemptible for request in requests] == [False, True, True]
+
+
+def test_weights_may_be_given_as_a_mapping():
+    config = module.make_config("m", {"tenant_weights": {"gold": 3, "bronze": 1}})
+    assert config.tenant_weights == "gold=3,bronze=1"

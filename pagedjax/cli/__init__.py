@@ -28,6 +28,7 @@ class ServeOptions:
     port: int = option(8000, "http", "port to listen on; 0 takes a free one")
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
+    trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
 
     def __post_init__(self) -> None:

@@ -126,6 +126,17 @@ class SchedulerConfig:
         return 2 if self.async_scheduling else 1
 
 
+def parse_weights(text: str) -> tuple[tuple[str, int], ...]:
+    """Weights as they are written after --tenant-weights: "gold=3,silver=2,bronze=1". Raises ConfigError."""
+    pairs = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, weight = part.partition("=")
+        if not (name.strip() and equals and weight.strip().isdecimal()):
+            raise ConfigError(f"{part!r} is no name=weight; set --tenant-weights gold=3,silver=2,bronze=1")
+        pairs.append((name.strip(), int(weight)))
+    return weight_pairs(pairs)
+
+
 def weight_pairs(weights: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     """The weights as pairs, sorted by name. Raises ConfigError for one that is no positive integer."""
     pairs = sorted(weights.items() if isinstance(weights, Mapping) else weights)

@@ -9,12 +9,18 @@ from hashlib import sha256
 from immutables import Map
 
 from pagedjax.core.blocks import BlockPool
+from pagedjax.core.tenants import DEFAULT_TENANT
 
 ROOT_HASH = b"pagedjax"
 
 
+def root_hash(tenant: str) -> bytes:
+    """What a tenant's chains of names begin with: no tenant finds, or learns of, the prompts of another."""
+    return ROOT_HASH if tenant == DEFAULT_TENANT else sha256(ROOT_HASH + b" tenant " + tenant.encode()).digest()
+
+
 def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
-    """The name of a full block: `parent` names the block before it (ROOT_HASH, or a salt, for the first);
+    """The name of a full block: `parent` names the block before it (`root_hash` for the first);
     `token_bytes` are its token ids as little-endian int32."""
     return sha256(parent + token_bytes).digest()
 

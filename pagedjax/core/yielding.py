@@ -30,11 +30,10 @@ def make_way(state: State, order: Order) -> tuple[State, tuple[Effect, ...]]:
     """Mark those who must yield, because more run than may, or somebody of a better grade waits. Those that are in no
     step in flight leave at once."""
     running = list(state.running)
-    num_slots = state.config.max_num_seqs - sum([s.phase is Phase.RUNNING for s in running])
-    if num_slots < 0:
-        running, num_slots = _without_excess(running, order, -num_slots), 0
+    if len(running) > state.config.max_num_seqs:
+        running = _without_excess(running, order)
     if running and state.waiting.places and state.config.enable_preemption:
-        running = _with_way_made(state, order, running, num_slots)
+        running = _with_way_made(state, order, running)
     if running == list(state.running):
         return state, ()
     return drain(replace(state, running=tuple(running)))
@@ -54,14 +53,15 @@ def is_shielded(sequence: Sequence, order: Order) -> bool:
     )
 
 
-def _with_way_made(state: State, order: Order, running: list[Sequence], num_slots: int) -> list[Sequence]:
+def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[Sequence]:
     worst = _worst_grade(running, order)
     num_blocks = None
     for waiter in lines.in_rank_order(state.waiting, order.in_line):
         grade = order.grade_in_line(waiter)
         if grade >= worst or not _may_preempt(waiter, grade, order):
             break
-        if num_blocks is None:  # the first that comes so far
+        if num_blocks is None:  # the first that comes so far; in most steps none does
+            num_slots = max(0, order.config.max_num_seqs - _num_running(running))
             num_blocks = state.pool.num_free - num_blocks_promised(running, order)
             candidates = _candidates(running, order, grade)
         num_needed = _num_needed(state, waiter, order)
@@ -136,12 +136,16 @@ def _may_preempt(waiter: Sequence, grade: Grade, order: Order) -> bool:
     return not not_protected or not not_aged or waited_us(waiter, order.now_us) >= order.config.time_slice_us
 
 
-def _without_excess(running: list[Sequence], order: Order, num_too_many: int) -> list[Sequence]:
+def _num_running(running: list[Sequence]) -> int:
+    return sum(s.phase is Phase.RUNNING for s in running)
+
+
+def _without_excess(running: list[Sequence], order: Order) -> list[Sequence]:
     """Fewer may run than do, since the configuration has changed: the lowest ranks yield, never the top."""
     by_rank = [index for index, s in enumerate(running) if s.phase is Phase.RUNNING]
     by_rank.sort(key=lambda index: order.running(running[index]))
     may_yield = [index for index in by_rank[1:] if not running[index].stay.reserved]
-    for index in may_yield[::-1][:num_too_many]:
+    for index in may_yield[::-1][: max(0, len(by_rank) - order.config.max_num_seqs)]:
         running[index] = yields(running[index], "slots")
     return running
 

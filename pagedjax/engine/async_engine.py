@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.state import State
+from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
@@ -138,11 +139,18 @@ class AsyncEngine:
                 logger.warning("event=engine_left_behind waited_s=%g", STOP_TIMEOUT_S)
 
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         request_id = request_id or f"req-{uuid.uuid4().hex}"
-        return self._ready_engine().prepare(prompt, params, request_id=request_id, priority=priority)
+        engine = self._ready_engine()
+        return engine.prepare(prompt, params, request_id=request_id, priority=priority, tenant=tenant)
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0

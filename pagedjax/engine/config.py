@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.config import PreemptionMode, PreemptionStrategy, SchedulerConfig, parse_weights
 from pagedjax.core.errors import ConfigError
+from pagedjax.core.presets import PRESETS, Preset
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.config import RuntimeConfig
 from pagedjax.weights.store import home_directory, served_model_name
@@ -19,6 +20,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 def _option(default: Any, group: str, text: str) -> Any:
     return field(default=default, metadata={"group": group, "help": text})
+
+
+def _preset(text: str) -> Any:
+    return field(default=None, metadata={"group": "preemption", "help": text, "none": "from the preset"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,16 @@ class EngineConfig:
     max_queued_requests: int = _option(1024, "scheduling", "most requests that wait; more are refused (429)")
     max_queued_tokens: int = _option(2_000_000, "scheduling", "most prompt tokens that wait; more are refused (429)")
 
+    preset: Preset = _option("mixed", "preemption", "the kind of traffic, which decides what is not set here")
+    enable_preemption: bool | None = _preset("interrupt running requests for others")
+    preemption_mode: PreemptionMode | None = _preset("admit on the prompt (aggressive) or on the expected length")
+    preemption_strategy: PreemptionStrategy | None = _preset("by priority alone, or with regard to tenants' shares")
+    time_slice: int | None = _preset("ms that a request runs before it must yield to a better rank")
+    min_execution_chunk: int | None = _preset("tokens that a request computes before it must yield to a better rank")
+    max_wait_s: float | None = _preset("seconds after which a waiting request goes before all others")
+    fairness_threshold: float | None = _preset("how far from its fair share a tenant may be, as a part of it")
+    tenant_weights: str = _option("", "preemption", "shares of named tenants: gold=3,silver=2,bronze=1; others have 1")
+
     attention_backend: str | None = _option(None, "device", "name of the attention backend; see pagedjax info")
     compilation_cache_dir: str | None = _option(None, "device", "where compiled programs are kept between starts")
 
@@ -53,6 +68,8 @@ class EngineConfig:
         _ = self.runtime
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}; set --dtype")
+        if self.preset not in get_args(Preset):
+            raise ConfigError(f"preset {self.preset!r} is not one of {', '.join(get_args(Preset))}; set --preset")
         # The limits that are still automatic cannot be checked yet; stand-ins that fit the others are.
         model_len = _or(self.max_model_len, 1)
         tokens = _or(self.max_num_batched_tokens, max(self.max_num_seqs, model_len))
@@ -64,6 +81,13 @@ class EngineConfig:
     def name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or served_model_name(self.model)
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """The preset's settings, but for those that are set here."""
+        preset = PRESETS[self.preset]
+        chosen = {name: getattr(self, name) for name in preset}
+        return {**preset, **{name: value for name, value in chosen.items() if value is not None}}
 
     @property
     def runtime(self) -> RuntimeConfig:
@@ -96,6 +120,8 @@ class EngineConfig:
             async_scheduling=self.async_scheduling,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
+            tenant_weights=parse_weights(self.tenant_weights),
+            **self.policy,
         )
 
 
@@ -117,6 +143,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
         max_model_len=max_model_len,
         max_num_batched_tokens=_or(config.max_num_batched_tokens, enough_tokens),
         compilation_cache_dir=config.compilation_cache_dir or str(home_directory() / "compiled"),
+        **config.policy,
     )
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
-from pagedjax.core.prefix import ROOT_HASH, hash_block
+from pagedjax.core.prefix import hash_block, root_hash
 from pagedjax.core.request import FinishReason, SamplingParams
 from pagedjax.core.scheduler import init, refusal, update
 from pagedjax.core.state import Aborted, Arrived, Effect, Event, Finish, Preempt, Reject, RunStep, StepDone, StepDue
+from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.metrics import EngineMetrics
@@ -85,10 +86,26 @@ class Engine:
         return bool(self._live)
 
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        preemptible: bool = True,
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
-        return submission(self.tokenizer, self.state.config, prompt, params, request_id=request_id, priority=priority)
+        return submission(
+            self.tokenizer,
+            self.state.config,
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            preemptible=preemptible,
+        )
 
     def check(self, requests: Sequence[Submission]) -> None:
         """Raise RequestError if one of the requests would be refused as things are, or all together for ever.
@@ -233,7 +250,7 @@ class Engine:
             params,
             eos | frozenset(params.stop_token_ids or ()),
             self._detokenizer(params),
-            (hashes[-1] if hashes else ROOT_HASH) if params.prompt_logprobs is None else None,
+            (hashes[-1] if hashes else root_hash(request.tenant)) if params.prompt_logprobs is None else None,
         )
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]

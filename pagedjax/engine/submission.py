@@ -3,6 +3,7 @@
 Pure and safe on any thread, so that tokenising and hashing stay off the step loop.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -12,9 +13,12 @@ import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
-from pagedjax.core.prefix import ROOT_HASH, hash_block
+from pagedjax.core.prefix import ROOT_HASH, hash_block, root_hash
 from pagedjax.core.request import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
+from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.tokenizer import Tokenizer
+
+_TENANT = re.compile(r"[\w.:@/-]{1,64}", re.ASCII)
 
 
 class Submission(NamedTuple):
@@ -26,10 +30,19 @@ class Submission(NamedTuple):
     params: SamplingParams
     priority: int
     block_hashes: tuple[bytes, ...]
+    tenant: str = DEFAULT_TENANT
+    preemptible: bool = True
 
     def for_scheduler(self, sequence_id: int) -> Request:
         """The part that the scheduler sees."""
-        return Request(sequence_id, len(self.prompt_token_ids), self.params.max_tokens or 1, self.priority)
+        return Request(
+            sequence_id,
+            len(self.prompt_token_ids),
+            self.params.max_tokens or 1,
+            self.priority,
+            tenant=self.tenant,
+            preemptible=self.preemptible,
+        )
 
 
 def submission(
@@ -40,14 +53,19 @@ def submission(
     *,
     request_id: str,
     priority: int = 0,
+    tenant: str = DEFAULT_TENANT,
+    preemptible: bool = True,
 ) -> Submission:
     """Check and tokenise one request.
 
     Without `params.max_tokens` the output may fill the context, or the KV cache if that is smaller. Raises
-    RequestError for an empty prompt, token ids outside the vocabulary and a priority outside -8..7.
+    RequestError for an empty prompt, token ids outside the vocabulary, a priority outside -8..7 and a tenant's name
+    that is none.
     """
     if isinstance(priority, bool) or not isinstance(priority, int) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
+    if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
+        raise RequestError("tenant must be a name of 1 to 64 letters, digits and _ . : @ / -", param="tenant")
     if isinstance(prompt, str):
         token_ids, text = tokenizer.encode(prompt, max_len=config.max_model_len), prompt
     else:
@@ -59,7 +77,9 @@ def submission(
         prompt_token_ids=token_ids,
         params=params,
         priority=priority,
-        block_hashes=hash_blocks(token_ids, config.block_size),
+        block_hashes=hash_blocks(token_ids, config.block_size, root_hash(tenant)),
+        tenant=tenant,
+        preemptible=preemptible,
     )
     return request if params.max_tokens is not None else within_room(request, config)
 
@@ -75,28 +95,34 @@ def within_room(request: Submission, config: SchedulerConfig) -> Submission:
 
 def check_queue(requests: Sequence[Submission], config: SchedulerConfig) -> None:
     """Raise RequestError for requests that even an empty queue could not take together: they would wait for ever."""
+    _check_share(requests, config.max_queued_requests, config.max_queued_tokens)
+    for tenant in {request.tenant for request in requests}:
+        _check_share([request for request in requests if request.tenant == tenant], *config.queue_share(tenant))
+
+
+def _check_share(requests: Sequence[Submission], max_sequences: int, max_tokens: int) -> None:
     num_sequences = sum(request.params.n for request in requests)
     num_tokens = sum(request.params.n * len(request.prompt_token_ids) for request in requests)
-    if num_sequences > config.max_queued_requests:
+    if num_sequences > max_sequences:
         raise RequestError(
-            f"{_shape(requests)} make {num_sequences} sequences, and at most {config.max_queued_requests} may wait "
-            "(--max-queued-requests): ask for fewer at a time",
+            f"You asked for {num_sequences} sequences ({_shape(requests)}), and at most {max_sequences} of yours may "
+            "wait (--max-queued-requests); ask for fewer at a time.",
             param="prompt" if len(requests) > 1 else "n",
             code="prompt_exceeds_queue",
         )
-    if num_tokens > config.max_queued_tokens:
+    if num_tokens > max_tokens:
         raise RequestError(
-            f"{_shape(requests)} make {num_tokens} prompt tokens, and at most {config.max_queued_tokens} may wait "
-            "(--max-queued-tokens): ask for fewer at a time",
+            f"You asked for {num_tokens} prompt tokens ({_shape(requests)}), and at most {max_tokens} of yours may "
+            "wait (--max-queued-tokens); ask for fewer at a time.",
             param="prompt",
             code="prompt_exceeds_queue",
         )
 
 
-def hash_blocks(token_ids: list[int], block_size: int) -> tuple[bytes, ...]:
-    """The names of a prompt's full blocks, each hashed over the one before it."""
+def hash_blocks(token_ids: list[int], block_size: int, root: bytes = ROOT_HASH) -> tuple[bytes, ...]:
+    """The names of a prompt's full blocks, each hashed over the one before it, the first over `root`."""
     data = np.asarray(token_ids, "<i4").tobytes()
-    hashes, parent, stride = [], ROOT_HASH, 4 * block_size
+    hashes, parent, stride = [], root, 4 * block_size
     for end in range(stride, len(data) + 1, stride):
         parent = hash_block(parent, data[end - stride : end])
         hashes.append(parent)

@@ -99,9 +99,7 @@ class _Run:
     def _event(self, key: int, what: SimRequest | StepPlan | Transfer) -> Event:
         match what:
             case SimRequest():
-                names = what.block_names
-                if names is None:
-                    names = unique_names(key, 0, what.prompt_len // self.state.config.block_size)
+                names = what.names(key, self.state.config.block_size)
                 return Arrived(what.for_scheduler(key), names, self.now_us)
             case StepPlan():
                 return StepDone(what.plan_id, tuple([self._result(row) for row in what.rows]), self.now_us)

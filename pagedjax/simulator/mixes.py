@@ -56,29 +56,28 @@ EVERYDAY = Mix(
     config=SchedulerConfig(num_blocks=1536, max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=8192),
 )
 
-# A prompt takes 48 ms to compute, so after 50 ms a job has hardly begun; without the prefix cache it begins anew each
-# time. At a slice of 50 ms that makes more work than the device can do, at 150 ms it can.
+# The calls' common prompt takes 62 ms to compute, a job's 45 ms, and there is memory for two jobs or a call and a half.
+# So a call drives out the jobs' blocks, and jobs that come back drive out the prompt. At a slice of 50 ms, no more than
+# it takes to begin again, that happens so often that the device falls behind; at 150 ms calls come in groups.
 CROWDED = Mix(
-    about="twelve questions a second, two tokens each, over jobs that compute for 48 ms and answer with eight tokens; "
-    "two slots, and nothing is left of a job that yields",
+    about="thirteen calls a second with one long system prompt and an answer of one token, over jobs of 1,300 tokens "
+    "that answer with eight; memory for two jobs",
     traffic=(
-        Traffic(num_requests=300, rate=12, prompt_median=20, output_median=2, priority=INTERACTIVE),
+        Traffic(num_requests=260, rate=13, prefix_len=1800, prompt_median=20, output_median=1, priority=INTERACTIVE),
         Traffic(
-            num_requests=350,
-            rate=14,
-            prompt_median=1400,
+            num_requests=300,
+            rate=15,
+            prompt_median=1300,
             prompt_sigma=0.2,
-            max_prompt_len=4000,
+            max_prompt_len=1950,
             output_median=8,
             output_sigma=0.3,
-            max_output_len=600,
+            max_output_len=200,
             priority=BATCH,
             seed=1,
         ),
     ),
-    config=SchedulerConfig(
-        num_blocks=4096, max_num_seqs=2, max_num_batched_tokens=2048, max_model_len=8192, enable_prefix_caching=False
-    ),
+    config=SchedulerConfig(num_blocks=180, max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=2880),
 )
 
 LONG_PROMPTS = Mix(

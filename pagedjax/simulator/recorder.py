@@ -18,7 +18,7 @@ class Track:
 
     request: SimRequest
     status: Status = Status.UNFINISHED
-    token_us: array[int] = field(default_factory=lambda: array("q"))
+    token_us: "array[int]" = field(default_factory=lambda: array("q"))
     wait_us: int | None = None
     parked_us: int = 0
     parked_at_us: int | None = None

@@ -35,7 +35,7 @@ class Outcome:
     sequence_id: int
     request: SimRequest
     status: Status
-    token_us: array[int]
+    token_us: "array[int]"  # a subscript only from Python 3.12 on
     wait_us: int | None
     parked_us: int
     num_preemptions: int

@@ -15,8 +15,8 @@ class SimRequest(NamedTuple):
     """One request of the simulated world. Lengths are in tokens.
 
     It ends after `output_len` tokens; `max_tokens`, what the scheduler is told, is that unless given (a stop token
-    comes before the limit, and nobody knows when). `block_names` names every full block of the prompt; without them it
-    shares no prefix with others.
+    comes before the limit, and nobody knows when). Its first `prefix_len` tokens are those of all requests with the
+    same `prefix`. `block_names`, where given, name every full block of the prompt instead.
     """
 
     arrival_us: int
@@ -25,6 +25,8 @@ class SimRequest(NamedTuple):
     max_tokens: int | None = None
     priority: int = 0
     tenant: str = DEFAULT_TENANT
+    prefix: str = ""
+    prefix_len: int = 0
     block_names: tuple[bytes, ...] | None = None
 
     def for_scheduler(self, sequence_id: int) -> Request:
@@ -32,16 +34,26 @@ class SimRequest(NamedTuple):
             sequence_id, self.prompt_len, self.max_tokens or self.output_len, self.priority, tenant=self.tenant
         )
 
+    def names(self, sequence_id: int, block_size: int) -> tuple[bytes, ...]:
+        """The names of the prompt's full blocks, as long as hashes."""
+        if self.block_names is not None:
+            return self.block_names
+        num_full, num_shared = self.prompt_len // block_size, min(self.prefix_len, self.prompt_len) // block_size
+        shared = tuple([b"%24s%8d" % (self.prefix.encode()[:24], index) for index in range(num_shared)])
+        return shared + unique_names(sequence_id, num_shared, num_full)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """One class of requests: Poisson arrivals at `rate` a second (all at `start_s` if infinite), lengths log-normal
-    around a median, with the standard deviation of their logarithm, cut to 1..max."""
+    around a median, with the standard deviation of their logarithm, cut to 1..max. Prompts begin with `prefix_len`
+    tokens that are common to the class, and come on top."""
 
     num_requests: int
     rate: float
     prompt_median: float
     output_median: float
+    prefix_len: int = 0
     prompt_sigma: float = 0.0
     output_sigma: float = 0.0
     max_prompt_len: int = 1_000_000
@@ -70,11 +82,14 @@ def _draw(traffic: Traffic) -> Iterable[SimRequest]:
         now_s += 0.0 if math.isinf(traffic.rate) else random.expovariate(traffic.rate)
         yield SimRequest(
             arrival_us=round(now_s * 1e6),
-            prompt_len=_length(random, traffic.prompt_median, traffic.prompt_sigma, traffic.max_prompt_len),
+            prompt_len=traffic.prefix_len
+            + _length(random, traffic.prompt_median, traffic.prompt_sigma, traffic.max_prompt_len),
             output_len=_length(random, traffic.output_median, traffic.output_sigma, traffic.max_output_len),
             max_tokens=traffic.max_tokens,
             priority=traffic.priority,
             tenant=traffic.tenant,
+            prefix=f"traffic {traffic.seed}",
+            prefix_len=traffic.prefix_len,
         )
 
 

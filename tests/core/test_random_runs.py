@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagedjax.core.state import RunStep
+from pagedjax.core.state import Preempt, RunStep
 from tests.core.world import random_world
 
 NUM_WORLDS = 100
@@ -35,3 +35,13 @@ def first_rows(world):
         for row in effect.plan.rows:
             seen.setdefault(row.sequence_id, row)
     return seen.values()
+
+
+def test_tenants_that_are_owed_are_protected_in_random_worlds_too(monkeypatch):
+    """A share is judged by so few tokens here that protection comes and goes all the time."""
+    monkeypatch.setattr("pagedjax.core.tenants.MIN_SAMPLE", 10)
+    reasons = set()
+    for seed in range(40):
+        world = random_world(3000 + seed, num_events=200, tenant_weights={"gold": 3, "silver": 1})
+        reasons |= {effect.reason for effect in world.effects(Preempt)}
+    assert {"fairness", "ageing", "priority", "memory", "slots"} <= reasons

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pagedjax.core.errors import ConfigError
+from pagedjax.core.presets import PRESETS
 from pagedjax.engine.config import EngineConfig, resolve
 from tests.runtime.tiny import CONFIG
 
@@ -39,7 +40,8 @@ def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
 
 
 def test_resolve_keeps_what_was_chosen():
-    chosen = EngineConfig(dtype="float16", max_model_len=32, max_num_batched_tokens=64, compilation_cache_dir="here")
+    limits = {"max_model_len": 32, "max_num_batched_tokens": 64}
+    chosen = EngineConfig(dtype="float16", compilation_cache_dir="here", **limits, **PRESETS["batch"])
     assert resolve(chosen, CONFIG, platform="cpu") == chosen
 
 

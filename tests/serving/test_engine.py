@@ -87,6 +87,7 @@ def test_a_drain_finishes_what_runs(serving_of, engine, wait_for):
         ({"max_queued_requests": 3}, {"prompt": ["a", "b"], "n": 2}, 400, "prompt_exceeds_queue"),
         ({"max_queued_tokens": 8}, {"prompt": ["abc"] * 3}, 400, "prompt_exceeds_queue"),
         ({"max_queued_tokens": 8}, {"n": 3}, 400, "prompt_exceeds_queue"),
+        ({"max_queued_requests": 8, "tenant_weights": "gold=7"}, {"n": 2}, 400, "prompt_exceeds_queue"),
     ],
 )
 def test_refusals_of_the_scheduler_have_their_status(serving_of, options, fields, status, code):
@@ -99,7 +100,10 @@ def test_what_can_never_be_queued_is_told_how_much_can(serving_of):
     with serving_of(make_async_engine(max_queued_requests=3)) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": ["a", "b"], "n": 2}, timeout=30)
     error = answer.json()["error"]
-    assert error["message"].startswith("2 prompts with n=2 make 4 sequences, and at most 3 may wait (--max-queued-req")
+    assert error["message"].startswith(
+        "You asked for 4 sequences (2 prompts with n=2), and at most 3 of yours may wait"
+    )
+    assert "--max-queued-requests" in error["message"]
     assert error["param"] == "prompt"
 
 

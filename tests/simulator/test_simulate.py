@@ -114,6 +114,15 @@ def test_prompts_with_equal_names_share_their_blocks():
     assert report.outcomes[1].ttft_us < report.outcomes[0].ttft_us
 
 
+def test_requests_of_one_prefix_share_what_lies_before_their_own_tokens():
+    first, second = (
+        request(42, 2, prefix="system", prefix_len=30),
+        request(50, 2, 10_000, prefix="system", prefix_len=30),
+    )
+    assert simulate(CONFIG, [first, second], COST).totals.cached_tokens == 28
+    assert simulate(CONFIG, [first, second._replace(prefix="other")], COST).totals.cached_tokens == 0
+
+
 def test_service_agrees_with_the_schedulers_own_books():
     tenants = mix(
         *(
