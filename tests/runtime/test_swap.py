@@ -45,7 +45,7 @@ def gate():
 @pytest.fixture
 def transfers(gate):
     found = Transfers(
-        {Tier.HOST: HostPool(NUM_BLOCKS, 2 * WORDS), Tier.DISK: gate}, ROW, SIZES, max_staging_bytes=10 * 2 * WORDS
+        {Tier.HOST: HostPool(NUM_BLOCKS, 2 * WORDS), Tier.DISK: gate}, ROW, SIZES, max_staging_bytes=20 * 2 * WORDS
     )
     yield found
     gate.is_open.set()
