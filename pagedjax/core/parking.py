@@ -42,9 +42,9 @@ def park(
     own = [(name, block_id) for name, block_id in zip(names, sequence.blocks) if pool.counts[block_id] == 1]
     pool = give(register(pool, own), sequence.blocks, names)
     if not swaps:
-        return pool, _with_parked(tiers, sequence, Parked(names, sequence.num_computed)), ()
+        return pool, _with_parked(tiers, sequence, Parked(names, _num_kept(sequence))), ()
     tiers, copies, moves = reserve_copies(tiers, names)
-    tiers = _with_parked(tiers, sequence, Parked(names, sequence.num_computed, copies))
+    tiers = _with_parked(tiers, sequence, Parked(names, _num_kept(sequence), copies))
     tiers = await_writes(tiers, sequence.sequence_id, copies)
     return pool, *_swap_out(tiers, sequence, names, moves)
 
@@ -56,7 +56,7 @@ def park_without_device(tiers: Tiers, sequence: Sequence, block_size: int) -> tu
         return _cancel_fetch(tiers, sequence.sequence_id, parked)
     names = names_of(sequence, block_size)
     tiers, copies = hold_copies(tiers, names)
-    tiers = _with_parked(tiers, sequence, Parked(names, sequence.num_computed, copies))
+    tiers = _with_parked(tiers, sequence, Parked(names, _num_kept(sequence), copies))
     return await_writes(tiers, sequence.sequence_id, copies), ()
 
 
@@ -96,7 +96,7 @@ def names_of(sequence: Sequence, block_size: int) -> tuple[bytes, ...]:
     many tokens it holds; it is of use only to a sequence that had computed all but its last token, since behind the
     middle of a prompt the prefix cache may know full blocks.
     """
-    num_full, num_more = divmod(sequence.num_computed, block_size)
+    num_full, num_more = divmod(_num_kept(sequence), block_size)
     names = sequence.block_hashes[:num_full]
     sequence_id = sequence.sequence_id
     names += tuple([b"%d:%d" % (sequence_id, index) for index in range(len(names), num_full)])
@@ -115,6 +115,11 @@ def phase_of(tiers: Tiers, sequence_id: int) -> Phase:
     if not tiers.parked[sequence_id].copies:
         return Phase.WAITING
     return Phase.SWAPPING_OUT if is_being_written(tiers, sequence_id) else Phase.SWAPPED
+
+
+def _num_kept(sequence: Sequence) -> int:
+    """Computed tokens that are of use to it later: the last one's logits are needed to sample the next."""
+    return min(sequence.num_computed, sequence.num_tokens - 1)
 
 
 def _pays_to_swap(

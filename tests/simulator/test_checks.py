@@ -47,9 +47,11 @@ def test_a_question_takes_the_only_slot_of_a_job_whose_slice_is_over():
 
 
 def test_what_is_computed_again_counts_as_lost_device_time():
-    requests = (SimRequest(0, 200, 60), SimRequest(100_000, 32, 2, priority=-1))
-    kept, lost = (report_of(*requests, enable_prefix_caching=cache) for cache in (True, False))
-    assert lost.totals.recomputed_tokens > 200 > 16 > kept.totals.recomputed_tokens
+    """A victim computes again what others had to evict, and nothing else."""
+    requests = (SimRequest(0, 200, 60), SimRequest(100_000, 150, 2, priority=-1))
+    kept, lost = (report_of(*requests, num_blocks=num_blocks, max_num_seqs=1) for num_blocks in (100, 17))
+    assert kept.totals.recomputed_tokens == 0
+    assert lost.totals.recomputed_tokens > 100
     assert lost.preemption_overhead > kept.preemption_overhead
 
 
