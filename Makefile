@@ -61,6 +61,15 @@ soak: $(DEV) ## check the scheduler's invariants over a million random events (A
 	$(SAY) 'Checking the scheduler'
 	@$(BIN)/python -m tests.core.soak $(ARGS)
 
+prove: $(DEV) ## search all orders of events of small schedulers (ARGS="full --max-states 1000000")
+	$(SAY) 'Searching all orders of events'
+	@$(BIN)/python -m tests.core.search $(ARGS)
+	@$(BIN)/python -m tests.core.abstraction
+
+mutants: $(DEV) ## plant bugs in the scheduler and say which check catches each (ARGS="leak_all")
+	$(SAY) 'Planting bugs'
+	@$(BIN)/python -m tests.core.mutants $(ARGS)
+
 notebooks: $(DEV) ## run every notebook from top to bottom
 	$(SAY) 'Running the notebooks'
 	@$(BIN)/jupyter-execute notebooks/*.ipynb

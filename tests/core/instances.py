@@ -12,7 +12,9 @@ SMALL = (
     # A prefix in common, and one slot: whoever must wait is swapped.
     Instance("slot", (GOLD, Asked((1, 2, 4), 2, -1, "iron")), {"num_blocks": 4, "max_num_seqs": 1}, num_aborts=0),
     Instance("age", (GOLD, Asked((4, 5), 2, 1, "gold")), {"num_blocks": 3}, 0, 0, slices_to_age=2),
-    Instance("fork", (Asked((1, 2, 3), 3), Asked((1, 2, 3), 3, is_fork=True)), {"num_host_blocks": 2}, 1, 1, waits=False),
+    Instance(
+        "fork", (Asked((1, 2, 3), 3), Asked((1, 2, 3), 3, is_fork=True)), {"num_host_blocks": 2}, 1, 1, waits=False
+    ),
     # Two lower tiers, neither with room for all.
     Instance("disk", (GOLD, IRON), {"num_blocks": 3, "num_host_blocks": 1, "num_disk_blocks": 1}, 0, 1),
     Instance("reserved", (GOLD._replace(preemptible=False), IRON), {"num_blocks": 3}, 0, 2),
@@ -35,6 +37,8 @@ SMALL = (
         min_sample=4,
     ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
+    # The second prompt begins with what the first leaves of a step, and goes on with two blocks at once.
+    Instance("chunk", (GOLD, Asked((4, 5, 6, 7, 8), 1)), {"num_blocks": 5}, 0, 0, waits=False),
     # The first two crowd the third out; when the second stops, it comes back before the first has what it needs.
     Instance(
         "three",

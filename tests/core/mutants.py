@@ -1,7 +1,8 @@
 """Bugs to plant in the scheduler on purpose: (module, name, what takes its place there).
 
 The checks of the random worlds must catch all of MUTANTS, and the search of all orders of events those that its small
-instances can express; MUTANTS_FOR_SEARCH are seen by the search alone. Run as a program, this says who catches which:
+instances can express; MUTANTS_FOR_SEARCH are seen by the search alone, of the
+instance that they name. Run as a program, this says who catches which:
 `make mutants`.
 """
 
@@ -10,9 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
 from dataclasses import replace
+from typing import Any
 
 from pagedjax.core import (
     admission,
@@ -378,9 +378,9 @@ MUTANTS = [
     (yielding, "is_shielded", never),
 ]
 MUTANTS_FOR_SEARCH = [
-    (planning, "charge", charge_twice),
-    (scheduler, "_refunded", refund_nothing),
-    (yielding, "_candidates", preempt_who_is_owed),
+    (planning, "charge", charge_twice, "way"),
+    (scheduler, "_refunded", refund_nothing, "way"),
+    (yielding, "_candidates", preempt_who_is_owed, "owed three"),
 ]
 
 
@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="of mutants (default: all)")
     args = parser.parse_args()
     num_missed, start = 0, time.monotonic()
-    for module, name, mutate in [*MUTANTS, *MUTANTS_FOR_SEARCH]:
+    for module, name, mutate in [*MUTANTS, *(mutant[:3] for mutant in MUTANTS_FOR_SEARCH)]:
         if args.names and mutate.__name__ not in args.names:
             continue
         caught = who_catches(module, name, mutate)

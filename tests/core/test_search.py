@@ -26,7 +26,7 @@ def searched(name):
 def test_no_order_of_events_breaks_a_small_instance_and_all_finish_from_every_state(name):
     found = searched(name)
     assert found.is_complete
-    assert len(found.places) > 300
+    assert len(found.places) > 100
     assert 0 < found.longest_completion <= max(found.bounds)
 
 
@@ -56,9 +56,9 @@ def test_a_violation_tells_a_shortest_path_that_breaks_the_scheduler_again():
 
 
 def test_a_scheduler_that_plans_nothing_is_stuck():
-    with planted(planning, "admit", lambda admit: lambda state, batch: state):
-        with pytest.raises(Violation, match="stuck"):
-            search(INSTANCES["late"])
+    idle = planted(planning, "admit", lambda admit: lambda state, batch: state)
+    with idle, pytest.raises(Violation, match="stuck"):
+        search(INSTANCES["late"])
 
 
 def test_states_that_the_search_takes_for_one_go_on_alike():

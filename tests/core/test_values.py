@@ -6,19 +6,37 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from immutables import Map
 
 from pagedjax.core.scheduler import init, update
+from pagedjax.core.state import Effect
+from pagedjax.core.table import Table
+from tests.core.instances import INSTANCES
+from tests.core.search import search
 from tests.core.world import World, random_world
 
 ROOT = Path(__file__).parents[2]
 
 
+SEEDS = (0, 14)  # with them, every kind of effect
+SWAPS = {"num_host_blocks": 4, "num_disk_blocks": 6, "preemption_method": "swap"}
+
+
+def test_the_worlds_that_are_compared_ask_for_every_kind_of_effect():
+    kinds = {type(effect) for seed in SEEDS for _, effects in swapping_world(seed).log for effect in effects}
+    assert kinds == set(get_args(Effect))
+
+
+def swapping_world(seed):
+    return random_world(seed, num_events=150, **SWAPS)
+
+
 def frozen(value):
     """A copy of everything in a state, in types that have nothing to do with it."""
-    if isinstance(value, Map):
+    if isinstance(value, Map | Table):
         return sorted((frozen(key), frozen(item)) for key, item in value.items())
     if isinstance(value, tuple):
         return [frozen(item) for item in value]
@@ -27,8 +45,9 @@ def frozen(value):
     return value
 
 
-def test_no_event_changes_an_old_state():
-    world = random_world(3, num_events=120)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_event_changes_an_old_state(seed):
+    world = swapping_world(seed)
     state, history = init(world.config), []
     for event, _ in world.log:
         history.append((state, frozen(state)))
@@ -36,8 +55,9 @@ def test_no_event_changes_an_old_state():
     assert all(frozen(old) == copy for old, copy in history)
 
 
-def test_an_event_on_an_old_state_gives_the_same_again():
-    world = random_world(5, num_events=120)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_event_on_an_old_state_gives_the_same_again(seed):
+    world = swapping_world(seed)
     state, history = init(world.config), []
     for event, effects in world.log:
         history.append((state, event, effects))
@@ -46,9 +66,10 @@ def test_an_event_on_an_old_state_gives_the_same_again():
         assert update(old, event)[1] == effects
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_pickled_state_goes_on_like_the_original(async_scheduling):
-    world = random_world(7, num_events=100, async_scheduling=async_scheduling)
+def test_a_pickled_state_goes_on_like_the_original(async_scheduling, seed):
+    world = random_world(seed, num_events=100, **SWAPS | {"async_scheduling": async_scheduling})
     state = init(world.config)
     for event, effects in world.log:
         copy = pickle.loads(pickle.dumps(state))
@@ -68,8 +89,9 @@ DIGEST = "from tests.core.test_values import digest; print(digest())"
 
 
 def digest() -> str:
-    """All effects of a few random worlds in 64 characters."""
-    effects = [effects for seed in range(4) for _, effects in random_world(seed, num_events=150).log]
+    """All effects of a few random worlds, and all states of a search, in 64 characters."""
+    effects = [effects for seed in SEEDS for _, effects in swapping_world(seed).log]
+    effects += [list(search(INSTANCES["fork"], max_states=300).places)]
     return sha256(repr(effects).encode()).hexdigest()
 
 
