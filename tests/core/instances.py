@@ -37,6 +37,8 @@ SMALL = (
         min_sample=4,
     ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
+    # All of the second prompt is cached, but its last token must be computed.
+    Instance("twin", (Asked((1, 2, 3, 4), 2), Asked((1, 2, 3, 4), 2, 0, "iron")), {}, 0, 1, waits=False),
     # The second prompt begins with what the first leaves of a step, and goes on with two blocks at once.
     Instance("chunk", (GOLD, Asked((4, 5, 6, 7, 8), 1)), {"num_blocks": 5}, 0, 0, waits=False),
     # The first two crowd the third out; when the second stops, it comes back before the first has what it needs.

@@ -1,9 +1,8 @@
 """Bugs to plant in the scheduler on purpose: (module, name, what takes its place there).
 
 The checks of the random worlds must catch all of MUTANTS, and the search of all orders of events those that its small
-instances can express; MUTANTS_FOR_SEARCH are seen by the search alone, of the
-instance that they name. Run as a program, this says who catches which:
-`make mutants`.
+instances can express; MUTANTS_FOR_SEARCH are seen by the search alone, of the instance that they name. Run as a
+program, this says who catches which: `make mutants`.
 """
 
 import argparse
