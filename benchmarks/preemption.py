@@ -5,8 +5,8 @@
 
 Simulated (the scheduler itself, a cost model in the device's place):
 
-* the committed mixes (`pagedjax/simulator/mixes.py`) at time slices of 10 to 500 ms in both modes, and without
-  preemption;
+* the committed mixes (`pagedjax/simulator/mixes.py`) at time slices of 10 to 500 ms in both modes, under each
+  preset, and without preemption;
 * one job that yields to a large question and resumes, by recomputation, by swap and as `auto` chooses, by its context.
 
 `--engine` runs a small mix on the real engine and its real clock instead. Overhead is the share of the device's time
@@ -27,6 +27,7 @@ from typing import Any
 
 from pagedjax.bench.machine import describe_machine, git_commit, versions
 from pagedjax.core.config import PreemptionMethod, SchedulerConfig, num_blocks_for
+from pagedjax.core.presets import PRESETS
 from pagedjax.core.request import SamplingParams
 from pagedjax.simulator import CPU_XLA, H200_LIKE, CostModel, SimReport, SimRequest, simulate
 from pagedjax.simulator.checks import repreempted
@@ -90,6 +91,9 @@ def sweep() -> Iterator[Figure]:
         requests = mix.requests()
         config = replace(mix.config, enable_preemption=False)
         yield {"mix": name, "mode": "off", **figures_of(simulate(config, requests, mix.cost))}
+        for preset, policy in PRESETS.items():
+            report = simulate(replace(mix.config, **policy), requests, mix.cost)
+            yield {"mix": name, "mode": "preset", "preset": preset, **figures_of(report)}
         for mode in MODES:
             for time_slice in SLICES_MS:
                 config = replace(mix.config, preemption_mode=mode, time_slice=time_slice)
