@@ -17,10 +17,10 @@ PAGEDJAX_DECLARE_LEVELS(AttentionKernels, attention_kernels)
 namespace pagedjax {
 
 size_t attention_scratch_bytes(const CacheShape& cache, int32_t num_queries) {
-  constexpr size_t kMostRows = 6, kLine = 64, kNumBuffers = 6;
-  size_t piece = cache.piece_blocks * cache.block_size + 16;
-  size_t floats = static_cast<size_t>(num_queries) * (cache.k_dim + cache.v_dim + kStateExtra) +
-                  kMostRows * (2 * piece + cache.v_dim) + 2 * cache.v_dim;
+  // The most that any level takes: see `attend` in attention_isa.cc.
+  constexpr size_t kMostRows = 6, kLine = 64, kNumBuffers = 6, kQueryStride = 256 + 16, kScoreStride = 128 + 16;
+  size_t floats = static_cast<size_t>(num_queries) * (kQueryStride + cache.v_dim + kStateExtra) +
+                  kMostRows * (2 * kScoreStride + cache.v_dim) + 2 * cache.v_dim;
   return floats * sizeof(float) + kNumBuffers * kLine;
 }
 

@@ -16,6 +16,8 @@ constexpr float kMasked = -1e30f;
 // Tiles between the one in use and the one being fetched.
 constexpr int kAhead = 4;
 constexpr int kMaxPieceTiles = 16;
+// Rows of the left sides lie at constant distances, so that all of them are reached from one register.
+constexpr int kQueryStride = 256 + 16, kScoreStride = 128 + 16;
 
 // --- how numbers are stored, and multiplied ---------------------------------------------------------------------------
 
@@ -108,8 +110,8 @@ struct Piece {
 
 // Scores of M queries against N vectors of tokens from `first_column` on.
 template <class T, int M, int N>
-void score(const Piece<T>& piece, const typename T::Operand* queries, int first_column, float factor, float* scores,
-           int stride) {
+void score(const Piece<T>& piece, const typename T::Operand* queries, int first_column, float factor,
+           float* scores) {
   const int per_tile = piece.tile_tokens / kLanes, depth = piece.k_dim / T::kPack;
   const int step = piece.tile_tokens * T::kPack;
   const typename T::Stored *columns[N], *later[N];
@@ -128,42 +130,45 @@ void score(const Piece<T>& piece, const typename T::Operand* queries, int first_
       fetch(later[n] + i * step);
     }
     for (int m = 0; m < M; ++m) {
-      const typename T::Row a = T::row(queries + m * piece.k_dim + i * T::kPack);
+      const typename T::Row a = T::row(queries + m * kQueryStride + i * T::kPack);
       for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
     }
   }
   for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) store(scores + m * stride + (first_column + n) * kLanes, sums[m][n] * every(factor));
+    for (int n = 0; n < N; ++n)
+      store(scores + m * kScoreStride + (first_column + n) * kLanes, sums[m][n] * every(factor));
 }
 
 // Output of M queries in N vectors of dimensions from `first_column` on: the weights of `seen` tokens times V. Where
 // tokens are stored in pairs and `seen` is odd, `tail` is the last pair with the unseen token cleared.
 template <class T, int M, int N>
-void weigh(const Piece<T>& piece, const typename T::Operand* weights, int stride, int seen,
-           const typename T::Stored* tail, int first_column, float* out) {
-  const int rows = piece.tile_tokens / T::kPack, step = piece.v_dim * T::kPack;
+void weigh(const Piece<T>& piece, const typename T::Operand* weights, int seen, const typename T::Stored* tail,
+           int first_column, float* out) {
+  const int tile_rows = piece.tile_tokens / T::kPack, step = piece.v_dim * T::kPack;
   const int column = first_column * kLanes * T::kPack;
+  const int whole_rows = seen / T::kPack, num_rows = (seen + T::kPack - 1) / T::kPack;
   const auto* tiles = piece.tiles + piece.num_tiles;
   F sums[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) sums[m][n] = every(0.0f);
-  const auto take = [&](const typename T::Stored* from, const typename T::Operand* weight) {
-    typename T::Column b[N];
-    for (int n = 0; n < N; ++n) b[n] = T::column(from + column + n * kLanes * T::kPack);
-    for (int m = 0; m < M; ++m) {
-      const typename T::Row a = T::row(weight + m * stride);
-      for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
-    }
-  };
-  int left = seen / T::kPack;
-  for (int t = 0; left > 0; ++t, left -= rows) {
-    const int count = left < rows ? left : rows;
-    for (int i = 0; i < count; ++i) {
-      take(tiles[t] + i * step, weights + t * piece.tile_tokens + i * T::kPack);
-      for (int n = 0; n < N; ++n) fetch(tiles[t + kAhead] + i * step + column + n * kLanes * T::kPack);
+  for (int row = 0; row < num_rows;) {
+    const int tile = row / tile_rows, tile_end = (tile + 1) * tile_rows;
+    const bool is_tail = row == whole_rows;
+    const typename T::Stored* from = (is_tail ? tail : tiles[tile]) + column;
+    const typename T::Stored* later = tiles[tile + kAhead] + column;
+    const int end = is_tail ? num_rows : tile_end < whole_rows ? tile_end : whole_rows;
+    for (; row < end; ++row, from += step, later += step) {
+      typename T::Column b[N];
+      for (int n = 0; n < N; ++n) {
+        b[n] = T::column(from + n * kLanes * T::kPack);
+        fetch(later + n * kLanes * T::kPack);
+      }
+      for (int m = 0; m < M; ++m) {
+        const typename T::Row a = T::row(weights + m * kScoreStride + row * T::kPack);
+        for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
+      }
     }
   }
-  if (seen % T::kPack) take(tail, weights + seen / T::kPack * T::kPack);
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) store(out + m * piece.v_dim + (first_column + n) * kLanes, sums[m][n]);
 }
@@ -234,10 +239,9 @@ template <class T>
 struct Passes {
   const AttentionCall& call;
   Piece<T> piece;
-  int stride;                       // tokens that a row of scores has room for
-  typename T::Operand* queries;     // [queries, k_dim]
-  float* scores;                    // [kMaxRows, stride]
-  typename T::Operand* weights;     // [kMaxRows, stride]
+  typename T::Operand* queries;     // [queries, kQueryStride]
+  float* scores;                    // [kMaxRows, kScoreStride]
+  typename T::Operand* weights;     // [kMaxRows, kScoreStride]
   float* out;                       // [kMaxRows, v_dim]
   typename T::Stored* tail;         // [v_dim, pack]
 };
@@ -248,7 +252,7 @@ struct Score {
   const typename T::Operand* queries;
   template <int N>
   void run(int column) const {
-    score<T, M, N>(p.piece, queries, column, p.call.factor, p.scores, p.stride);
+    score<T, M, N>(p.piece, queries, column, p.call.factor, p.scores);
   }
 };
 
@@ -258,7 +262,7 @@ struct Weigh {
   int seen;
   template <int N>
   void run(int column) const {
-    weigh<T, M, N>(p.piece, p.weights, p.stride, seen, p.tail, column, p.out);
+    weigh<T, M, N>(p.piece, p.weights, seen, p.tail, column, p.out);
   }
 };
 
@@ -270,10 +274,10 @@ void pass(const Passes<T>& p, int first, const int* seen, float* states) {
   for (int m = 0; m < M; ++m) most = seen[m] > most ? seen[m] : most;
   if (most == 0) return;
   const int columns = (most + kLanes - 1) / kLanes;
-  over_columns<kMaxColumns>(0, columns, Score<T, M>{p, p.queries + first * p.piece.k_dim});
+  over_columns<kMaxColumns>(0, columns, Score<T, M>{p, p.queries + first * kQueryStride});
   float peaks[M], totals[M];
   for (int m = 0; m < M; ++m)
-    soften<T>(p.scores + m * p.stride, seen[m], columns * kLanes, p.weights + m * p.stride, &peaks[m], &totals[m]);
+    soften<T>(p.scores + m * kScoreStride, seen[m], columns * kLanes, p.weights + m * kScoreStride, &peaks[m], &totals[m]);
   if (T::kPack == 2 && most % 2) {
     const int tile = most / p.piece.tile_tokens, row = most % p.piece.tile_tokens / 2;
     const auto* pairs = p.piece.tiles[p.piece.num_tiles + tile] + row * 2 * v_dim;
@@ -290,46 +294,61 @@ void pass_rows(const Passes<T>& p, int rows, int first, const int* seen, float* 
   if constexpr (M > 1) pass_rows<T, M - 1>(p, rows, first, seen, states);
 }
 
-inline float given(const AttentionCall& call, const void* x, size_t i) {
-  switch (call.given) {
-    case Number::float32: return static_cast<const float*>(x)[i];
-    case Number::bfloat16: return from_bfloat16(static_cast<const uint16_t*>(x)[i]);
-    case Number::float16: return from_float16(static_cast<const uint16_t*>(x)[i]);
-  }
-  return 0.0f;
-}
-
 // Where query `i` of the item begins in q and out.
 inline size_t query_at(const AttentionCall& call, const AttentionItem& item, int i) {
   const size_t token = item.tokens[i / call.group], head = item.kv_head * call.group + i % call.group;
   return (token * call.num_heads + head) * call.cache.head_dim;
 }
 
-template <class T>
-void take_queries(const AttentionCall& call, const AttentionItem& item, typename T::Operand* queries) {
+inline float number(float x) { return x; }
+struct BFloat16Bits {
+  uint16_t bits;
+};
+struct Float16Bits {
+  uint16_t bits;
+};
+inline float number(BFloat16Bits x) { return from_bfloat16(x.bits); }
+inline float number(Float16Bits x) { return from_float16(x.bits); }
+inline void set(float* to, float x) { *to = x; }
+inline void set(BFloat16Bits* to, float x) { to->bits = to_bfloat16(x); }
+inline void set(Float16Bits* to, float x) { to->bits = to_float16(x); }
+
+template <class T, class Given>
+void take_given_queries(const AttentionCall& call, const AttentionItem& item, typename T::Operand* queries) {
   const CacheShape& c = call.cache;
   for (int i = 0; i < item.num_tokens * call.group; ++i) {
-    const size_t at = query_at(call, item, i);
-    typename T::Operand* to = queries + i * c.k_dim;
-    for (int d = 0; d < c.head_dim; ++d) to[d] = T::operand(given(call, call.q, at + d));
+    const Given* from = static_cast<const Given*>(call.q) + query_at(call, item, i);
+    typename T::Operand* to = queries + i * kQueryStride;
+    for (int d = 0; d < c.head_dim; ++d) to[d] = T::operand(number(from[d]));
     for (int d = c.head_dim; d < c.k_dim; ++d) to[d] = 0;
   }
 }
 
-void write_out(const AttentionCall& call, const AttentionItem& item, const float* states) {
+template <class T>
+void take_queries(const AttentionCall& call, const AttentionItem& item, typename T::Operand* queries) {
+  switch (call.given) {
+    case Number::float32: return take_given_queries<T, float>(call, item, queries);
+    case Number::bfloat16: return take_given_queries<T, BFloat16Bits>(call, item, queries);
+    case Number::float16: return take_given_queries<T, Float16Bits>(call, item, queries);
+  }
+}
+
+template <class Given>
+void write_given_out(const AttentionCall& call, const AttentionItem& item, const float* states) {
   const CacheShape& c = call.cache;
   for (int i = 0; i < item.num_tokens * call.group; ++i) {
     const float* state = states + i * (c.v_dim + kStateExtra);
     const float share = 1.0f / state[c.v_dim + 1];
-    const size_t at = query_at(call, item, i);
-    for (int d = 0; d < c.head_dim; ++d) {
-      const float x = state[d] * share;
-      switch (call.given) {
-        case Number::float32: static_cast<float*>(call.out)[at + d] = x; break;
-        case Number::bfloat16: static_cast<uint16_t*>(call.out)[at + d] = to_bfloat16(x); break;
-        case Number::float16: static_cast<uint16_t*>(call.out)[at + d] = to_float16(x); break;
-      }
-    }
+    Given* to = static_cast<Given*>(call.out) + query_at(call, item, i);
+    for (int d = 0; d < c.head_dim; ++d) set(to + d, state[d] * share);
+  }
+}
+
+void write_out(const AttentionCall& call, const AttentionItem& item, const float* states) {
+  switch (call.given) {
+    case Number::float32: return write_given_out<float>(call, item, states);
+    case Number::bfloat16: return write_given_out<BFloat16Bits>(call, item, states);
+    case Number::float16: return write_given_out<Float16Bits>(call, item, states);
   }
 }
 
@@ -398,13 +417,12 @@ template <class T>
 void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, char* scratch) {
   const CacheShape& c = call.cache;
   const int num_queries = item.num_tokens * call.group, state_size = c.v_dim + kStateExtra;
-  const int stride = c.piece_blocks * c.block_size + 16;
   Buffers buffers{scratch};
-  Passes<T> p{call, {}, stride, nullptr, nullptr, nullptr, nullptr, nullptr};
+  Passes<T> p{call, {}, nullptr, nullptr, nullptr, nullptr, nullptr};
   p.piece.tile_tokens = c.tile_tokens, p.piece.k_dim = c.k_dim, p.piece.v_dim = c.v_dim;
-  p.queries = buffers.take<typename T::Operand>(num_queries * c.k_dim);
-  p.scores = buffers.take<float>(kMaxRows * stride);
-  p.weights = buffers.take<typename T::Operand>(kMaxRows * stride);
+  p.queries = buffers.take<typename T::Operand>(num_queries * kQueryStride);
+  p.scores = buffers.take<float>(kMaxRows * kScoreStride);
+  p.weights = buffers.take<typename T::Operand>(kMaxRows * kScoreStride);
   p.out = buffers.take<float>(kMaxRows * c.v_dim);
   p.tail = buffers.take<typename T::Stored>(2 * c.v_dim);
   if (item.first_piece < item.end_piece) take_queries<T>(call, item, p.queries);

@@ -25,14 +25,14 @@ struct Float16 {
   static constexpr int kPack = 1;
 };
 
-// One head of one token. `at` is where the tile begins, `row` and `column` say how far apart dimensions lie.
-template <class Given, class Stored>
-void write_head(const typename Given::Bits* from, int32_t head_dim, int32_t padded_dim, typename Stored::Bits* at,
-                int64_t stride) {
-  constexpr int pack = Stored::kPack;
-  // Padding is written as well: what lies there is multiplied by zero, and may not be NaN.
-  for (int32_t d = 0; d < padded_dim; ++d)
-    at[d / pack * stride + d % pack] = d < head_dim ? Stored::put(Given::get(from[d])) : typename Stored::Bits(0);
+// Where dimensions of one token lie: groups of `pack` of them `stride` apart (K), or each `stride` apart (V). Padding is
+// written too: what lies there is multiplied by zero, and may not be NaN.
+template <class Given, class Stored, int pack>
+void write_head(const typename Given::Bits* from, int32_t head_dim, int32_t padded_dim, int64_t stride,
+                typename Stored::Bits* to) {
+  for (int32_t d = 0; d < padded_dim; d += pack, to += stride)
+    for (int32_t i = 0; i < pack; ++i)
+      to[i] = d + i < head_dim ? Stored::put(Given::get(from[d + i])) : typename Stored::Bits(0);
 }
 
 template <class Given, class Stored>
@@ -50,11 +50,10 @@ void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
       int64_t from = (token * c.num_kv_heads + h) * c.head_dim;
       auto* k = static_cast<const typename Given::Bits*>(call.k) + from;
       auto* v = static_cast<const typename Given::Bits*>(call.v) + from;
-      auto* k_tile = k_cache + (head * c.block_size + tile * c.tile_tokens) * c.k_dim;
-      write_head<Given, Stored>(k, c.head_dim, c.k_dim, k_tile + lane * pack, c.tile_tokens * pack);
-      auto* v_row = v_cache + (head * c.block_size + offset / pack * pack) * c.v_dim + offset % pack;
-      for (int32_t d = 0; d < c.v_dim; ++d)
-        v_row[d * pack] = d < c.head_dim ? Stored::put(Given::get(v[d])) : typename Stored::Bits(0);
+      auto* k_at = k_cache + (head * c.block_size + tile * c.tile_tokens) * c.k_dim + lane * pack;
+      auto* v_at = v_cache + (head * c.block_size + offset / pack * pack) * c.v_dim + offset % pack;
+      write_head<Given, Stored, pack>(k, c.head_dim, c.k_dim, c.tile_tokens * pack, k_at);
+      write_head<Given, Stored, 1>(v, c.head_dim, c.v_dim, pack, v_at);
     }
   }
 }

@@ -1,6 +1,5 @@
 """Native attention at every level of instructions: precision, odd shapes, contexts cut and shared, equal bits."""
 
-import ctypes
 from functools import partial
 
 import jax
@@ -13,7 +12,6 @@ from pallas_kernels.ragged_attention import AttentionShape, native
 from tests.kernels.cases import MIXES, NUM_BLOCKS, expected, laid_out, make_case, run
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
-LEVELS = [] if library.unavailable() else library.LEVELS[: library.LEVELS.index(library.load().best_level) + 1]
 ODD_SHAPES = (
     AttentionShape(num_heads=3, num_kv_heads=3, head_dim=100, block_size=8),
     AttentionShape(num_heads=8, num_kv_heads=1, head_dim=33, block_size=24),
@@ -24,15 +22,6 @@ ODD_SHAPES = (
 )
 GROUPED = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
-
-
-@pytest.fixture(params=LEVELS)
-def level(request):
-    """Every level in turn; the library's own one again afterwards."""
-    loaded, configure = library.load(), ctypes.CDLL(str(library.LIBRARY)).pagedjax_configure
-    configure(LEVELS.index(request.param), loaded.num_threads)
-    yield request.param
-    configure(library.LEVELS.index(loaded.level), loaded.num_threads)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
