@@ -240,8 +240,10 @@ def plot(path: Path, report: Figure) -> None:
         )
     draw_sweep(latency, report, "everyday", "questions' TTFT, p99 (ms)", lambda f: f["interactive_ttft_ms"]["p99"])
     draw_methods(methods, report["swap_or_recompute"])
+    for axes in (throughput, overhead, latency):
+        axes.set_ylim(bottom=0)
     overhead.set_title("what preemption costs")
-    methods.set_title("one job that yields everything and resumes")
+    methods.set_title("one job that yields everything and resumes (dotted: auto)")
     picture.savefig(path, dpi=120)
 
 
@@ -255,7 +257,9 @@ def draw_sweep(
     if not label:
         axes.axhline(value(figures[0]), color="gray", linestyle=":", label="no preemption")
         axes.set_title(f"the {name} mix")
-    axes.set(xscale="log", xlabel="time slice (ms)", ylabel=what, ylim=(0, None))
+    axes.set(xscale="log", xlabel="time slice (ms)", ylabel=what)
+    axes.set_xticks(SLICES_MS, [str(ms) for ms in SLICES_MS], minor=False)
+    axes.minorticks_off()
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
@@ -265,14 +269,8 @@ def draw_methods(axes: Any, figures: list[Figure]) -> None:
         here = [figure for figure in figures if figure["cost"] == name]
         for method, style in (("swap", "-"), ("auto", ":")):
             ratio = [figure["job_e2e_ms"][method] / figure["job_e2e_ms"]["recompute"] for figure in here]
-            axes.plot(
-                [figure["context"] for figure in here],
-                ratio,
-                style,
-                marker="o",
-                color=colour,
-                label=f"{method}, {name}",
-            )
+            label = f"swap, {name}" if method == "swap" else None
+            axes.plot([figure["context"] for figure in here], ratio, style, marker="o", color=colour, label=label)
     axes.axhline(1.0, color="gray", linestyle=":")
     axes.set(xscale="log", xlabel="context (tokens)", ylabel="job's latency, of that by recomputation")
     axes.legend(fontsize="small")
