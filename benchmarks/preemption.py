@@ -100,6 +100,10 @@ def sweep() -> Iterator[Figure]:
         for preset, policy in PRESETS.items():
             report = simulate(replace(mix.config, **policy), requests, mix.cost)
             yield {"mix": name, "mode": "preset", "preset": preset, **figures_of(report)}
+        if mix is LONG_PROMPTS:
+            shielded = [request._replace(preemptible=request.priority == INTERACTIVE) for request in requests]
+            report = simulate(mix.config, shielded, mix.cost)
+            yield {"mix": name, "mode": "documents are not preemptible", **figures_of(report)}
         for mode in MODES:
             for time_slice in SLICES_MS:
                 config = replace(mix.config, preemption_mode=mode, time_slice=time_slice)
