@@ -9,10 +9,16 @@ PAGE = Path(__file__).with_name("transitions.md")
 CAUSES = {
     Cause.ARRIVE: "a request is queued",
     Cause.ADMIT: "there is room for it in the next step",
-    Cause.PREEMPT: "its blocks are needed by a sequence of higher rank",
+    Cause.PREEMPT: "its blocks or its slot are needed by a sequence of higher rank, or the device has lost its cache",
     Cause.FINISH: "a step gave its last token",
     Cause.ABORT: "the caller is gone",
     Cause.DRAIN: "the last step in flight that contains it is done",
+    Cause.SWAP: "drained, and what it has computed is being copied to a lower tier",
+    Cause.KEEP: "drained, and a lower tier has copies of its leading blocks already",
+    Cause.STORE: "the copies have arrived",
+    Cause.FETCH: "it is next in line, and its copies are being brought back into blocks that are kept for it",
+    Cause.LAND: "the copies are there; the next plan that contains it scatters them",
+    Cause.LOSE: "a transfer failed: what it would have brought is computed again",
 }
 
 
@@ -32,7 +38,8 @@ def page() -> str:
             "",
             "A sequence leaves the running set in two phases, since a step that contains it may still be in flight:",
             "first it is marked and left out of new plans, then, when the last step that contains it is done, it is",
-            "drained.",
+            "drained. A preempted one is back in line then. Its blocks stay on the device until they are needed: it",
+            "resumes with what is still there and, behind that, with the copies that a lower tier has.",
             "",
             "| cause | when |",
             "|---|---|",

@@ -106,6 +106,21 @@ def register(pool: BlockPool, named_blocks: Iterable[tuple[bytes, int]]) -> Bloc
     return pool._replace(cached=cached.finish())
 
 
+def forget(pool: BlockPool, names: Iterable[bytes]) -> BlockPool:
+    """Take blocks out of the prefix cache. The idle ones among them become clean; unknown names are ignored."""
+    cached, clean = pool.cached.mutate(), pool.clean.mutate()
+    idle, tickets = pool.idle.mutate(), pool.idle_tickets.mutate()
+    for name in names:
+        block_id = cached.pop(name, None)
+        ticket = None if block_id is None else tickets.discard(block_id)
+        if block_id is not None and ticket is not None:
+            idle.discard(ticket)
+            clean[len(clean)] = block_id
+    return pool._replace(
+        cached=cached.finish(), clean=clean.finish(), idle=idle.finish(), idle_tickets=tickets.finish()
+    )
+
+
 def _take_clean(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]]:
     counts, clean = pool.counts.mutate(), pool.clean.mutate()
     top = len(clean) - 1

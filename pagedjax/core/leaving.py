@@ -5,34 +5,54 @@ from dataclasses import replace
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import give
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.parking import let_go, park, phase_of
+from pagedjax.core.policy import STAYS
 from pagedjax.core.request import FinishReason
 from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
 from pagedjax.core.tenants import ended, enter
+from pagedjax.core.tiers import Tiers
+
+_WAITS = (Phase.WAITING, Phase.SWAPPING_OUT, Phase.SWAPPED)
+_CAUSES = {Phase.WAITING: Cause.DRAIN, Phase.SWAPPING_OUT: Cause.SWAP, Phase.SWAPPED: Cause.KEEP}
 
 
 def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
     """Send off every sequence that is marked to leave and is in no plan in flight, and free its blocks."""
     leavers = [s for s in state.running if s.phase is not Phase.RUNNING and s.num_in_flight == 0]
+    leavers = [s for s in leavers if s.phase not in STAYS]
     if not leavers:
         return state, ()
-    pool, waiting, tenants = state.pool, state.waiting, state.tenants
     effects: list[Effect] = []
     for sequence in leavers:
-        pool = give(pool, sequence.blocks, sequence.block_hashes)
-        if next_phase(sequence.phase, Cause.DRAIN) is Phase.WAITING:
-            tenants = enter(tenants, sequence.request.tenant, waiting.queues, state.config.tenant_weights)
-            waiting = lines.park(waiting, back_in_line(sequence, state.now_us))
-            effects.append(Preempt(sequence.sequence_id, sequence.num_computed, reason=sequence.stay.reason))
+        if sequence.phase is Phase.YIELDING:
+            state, more = _back_in_line(state, sequence)
         else:
-            effects.append(_finish(sequence))
-            if sequence.finish in (FinishReason.STOP, FinishReason.LENGTH):
-                tenants = ended(tenants, sequence.request.tenant, sequence.num_tokens - sequence.request.prompt_len)
-    running = tuple([s for s in state.running if s.phase is Phase.RUNNING or s.num_in_flight > 0])
-    return replace(state, running=running, pool=pool, waiting=waiting, tenants=tenants), tuple(effects)
+            state, more = end(state, sequence)
+        effects += more
+    running = tuple([s for s in state.running if s.phase in STAYS or s.num_in_flight > 0])
+    shared_tails = state.shared_tails
+    if shared_tails:
+        shared_tails = frozenset([b for b in shared_tails if state.pool.counts.get(b, 0) > 1])
+    return replace(state, running=running, shared_tails=shared_tails), tuple(effects)
+
+
+def end(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
+    """Free all that a sequence has, in every tier. One that is in line is to be taken out of it first."""
+    if sequence.finish is None:
+        raise SchedulerError(f"sequence {sequence.sequence_id} ends without a reason")
+    next_phase(sequence.phase, Cause.ABORT if sequence.phase in _WAITS else Cause.DRAIN)
+    pool = give(state.pool, sequence.blocks, sequence.block_hashes)
+    pool, tiers, effects = let_go(pool, state.tiers, sequence, state.config.block_size)
+    tenants = state.tenants
+    if sequence.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        tenants = ended(tenants, sequence.request.tenant, sequence.num_tokens - sequence.request.prompt_len)
+    suspects = tuple([i for i in state.suspects if i != sequence.sequence_id])
+    state = replace(state, pool=pool, tiers=tiers, tenants=tenants, suspects=suspects)
+    return state, (*effects, Finish(sequence.sequence_id, sequence.finish))
 
 
 def back_in_line(sequence: Sequence, now_us: int) -> Sequence:
-    """The sequence with its tokens but without its blocks: its keys and values will be computed again."""
+    """The sequence with its tokens but without its blocks: what is left of them, `tiers.parked` says."""
     return sequence._replace(
         phase=Phase.WAITING,
         num_expected=sequence.num_tokens,
@@ -46,7 +66,35 @@ def back_in_line(sequence: Sequence, now_us: int) -> Sequence:
     )
 
 
-def _finish(sequence: Sequence) -> Finish:
-    if sequence.finish is None:
-        raise SchedulerError(f"sequence {sequence.sequence_id} ends without a reason")
-    return Finish(sequence.sequence_id, sequence.finish)
+def settle(state: State, sequence_id: int) -> State:
+    """Bring the phase of a sequence in line up to date with its copies."""
+    sequence = lines.find(state.waiting, sequence_id)
+    if sequence is None or sequence.phase is Phase.WAITING:
+        return state
+    phase = phase_of(state.tiers, sequence_id)
+    if phase is sequence.phase:
+        return state
+    next_phase(sequence.phase, Cause.LOSE if phase is Phase.WAITING else Cause.STORE)
+    waiting = lines.remove(state.waiting, sequence)
+    return replace(state, waiting=lines.park(waiting, sequence._replace(phase=phase)))
+
+
+def _back_in_line(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
+    pool, tiers = state.pool, state.tiers
+    effects: tuple[Effect, ...] = ()
+    if sequence.blocks:  # else they were needed in the middle of planning, and given up there
+        pool, tiers, effects = park(pool, tiers, sequence, state.config)
+    phase = phase_of(tiers, sequence.sequence_id)
+    next_phase(sequence.phase, _CAUSES[phase])
+    tenant, weights = sequence.request.tenant, state.config.tenant_weights
+    tenants = enter(state.tenants, tenant, state.waiting.queues, weights)
+    waiting = lines.park(state.waiting, back_in_line(sequence, state.now_us)._replace(phase=phase))
+    effects = (*effects, _preempt(tiers, sequence, state.config.block_size))
+    return replace(state, pool=pool, tiers=tiers, waiting=waiting, tenants=tenants), effects
+
+
+def _preempt(tiers: Tiers, sequence: Sequence, block_size: int) -> Preempt:
+    parked = tiers.parked[sequence.sequence_id]
+    num_lost = max(0, parked.num_computed - len(parked.copies) * block_size)
+    method = "recompute" if not parked.copies else "partial" if len(parked.copies) < len(parked.names) else "swap"
+    return Preempt(sequence.sequence_id, num_lost, method, sequence.stay.reason)

@@ -16,6 +16,8 @@ from pagedjax.core.tenants import Tenants, account, counter, expected_output, is
 Grade = tuple[bool, bool, int]
 # A grade, the tenant's virtual counter, arrival, id: who goes first.
 Rank = tuple[bool, bool, int, int, int, int]
+# Those have a slot and blocks, and are not on their way out.
+STAYS = (Phase.RUNNING, Phase.FETCHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def num_to_compute(sequence: Sequence) -> int:
     request, num_expected = sequence.request, sequence.num_expected
     if sequence.phase is not Phase.RUNNING or num_expected - request.prompt_len >= request.max_tokens:
         return 0
+    if request.needs_confirmation and num_expected > sequence.num_tokens:
+        return 0
     return num_expected - sequence.num_planned
 
 
@@ -112,7 +116,7 @@ def victim_index(running: Rows[Sequence], beneficiary: int, excess: Mapping[str,
     below it.
     """
     below = range(len(running) - 1, max(beneficiary, 1) - 1, -1)
-    candidates = [i for i in below if running[i].phase is Phase.RUNNING and not running[i].stay.reserved]
+    candidates = [i for i in below if running[i].phase in STAYS and not running[i].stay.reserved]
     greedy = [i for i in candidates if running[i].request.tenant in excess] if excess else []
     return next(iter(greedy or candidates), None)
 
@@ -133,7 +137,7 @@ def excess_blocks(running: Rows[Sequence], order: Order) -> dict[str, int]:
 
 def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
     """Blocks that sequences on their way out will free when the steps in flight are done."""
-    given = Counter(chain.from_iterable(s.blocks for s in running if s.phase is not Phase.RUNNING))
+    given = Counter(chain.from_iterable(s.blocks for s in running if s.phase not in STAYS))
     return sum(pool.counts[block_id] == count for block_id, count in given.items())
 
 
@@ -164,13 +168,13 @@ def num_blocks_promised(running: Rows[Sequence], order: Order) -> int:
     config = order.config
     num_promised = 0
     for sequence in running:
-        if sequence.phase is Phase.RUNNING:
+        if sequence.phase in STAYS:
             num_tokens = 0
             if sequence.stay.reserved:
                 num_tokens = sequence.max_len
             elif config.preemption_mode == "conservative":
                 num_tokens = max(sequence.num_expected, min(_expected_len(sequence, order), sequence.max_len))
-            elif sequence.num_expected - sequence.num_planned > 1:
+            elif sequence.num_expected - sequence.num_planned > 1 or sequence.phase is Phase.FETCHING:
                 num_tokens = sequence.num_expected
             num_promised += max(0, num_blocks_for(num_tokens, config.block_size) - len(sequence.blocks))
     return num_promised
@@ -178,7 +182,7 @@ def num_blocks_promised(running: Rows[Sequence], order: Order) -> int:
 
 def num_blocks_reserved(running: Rows[Sequence], block_size: int) -> int:
     """Blocks that are free but kept for sequences which must not be preempted."""
-    reserved = [s for s in running if s.stay.reserved and s.phase is Phase.RUNNING]
+    reserved = [s for s in running if s.stay.reserved and s.phase in STAYS]
     return sum(num_blocks_for(s.max_len, block_size) - len(s.blocks) for s in reserved) if reserved else 0
 
 

@@ -12,7 +12,9 @@ from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import make_pool, register
 from pagedjax.core.config import FIXED, SchedulerConfig, num_blocks_for
 from pagedjax.core.errors import ConfigError, SchedulerError
-from pagedjax.core.leaving import drain
+from pagedjax.core.failing import step_failed, without_cleared
+from pagedjax.core.forking import add_children, leave_for_slots
+from pagedjax.core.leaving import drain, end
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.planning import plan_step
 from pagedjax.core.request import FinishReason, Request
@@ -23,7 +25,6 @@ from pagedjax.core.state import (
     ConfigChanged,
     Effect,
     Event,
-    Finish,
     Phase,
     Queue,
     Reject,
@@ -39,11 +40,14 @@ from pagedjax.core.state import (
     next_phase,
 )
 from pagedjax.core.tenants import SAMPLE_COST, Tenants, charge, enter, leave, reweighted
+from pagedjax.core.tiers import make_tiers
+from pagedjax.core.transfers import transfer_done
 
 
 def init(config: SchedulerConfig) -> State:
     """The empty state: nothing waits, nothing runs, every block is free."""
-    return State(config, Waiting(), (), make_pool(config.num_blocks), (), (), 0, 0)
+    tiers = make_tiers(config.num_host_blocks, config.num_disk_blocks)
+    return State(config, Waiting(), (), make_pool(config.num_blocks), (), (), 0, 0, tiers)
 
 
 def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
@@ -67,9 +71,9 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         case StepDone():
             return _step_done(state, event)
         case StepFailed():
-            raise SchedulerError(f"plan {event.plan_id} failed")
+            return step_failed(state, event)
         case TransferDone():
-            raise SchedulerError(f"transfer {event.transfer_id} is not under way")
+            return transfer_done(state, event)
         case ConfigChanged():
             return _config_changed(state, event.config), ()
         case TenantChanged():
@@ -164,10 +168,11 @@ def _queue_refusal(state: State, request: Request) -> Reject | None:
 def _aborted(state: State, sequence_id: int) -> tuple[State, tuple[Effect, ...]]:
     waiter = lines.find(state.waiting, sequence_id)
     if waiter is not None:
-        next_phase(waiter.phase, Cause.ABORT)  # nothing is in flight, so it is gone at once
+        # It is in no step in flight, so it is gone at once.
         waiting = lines.remove(state.waiting, waiter)
         tenants = leave(state.tenants, state.waiting.queues, waiting.queues)
-        return replace(state, waiting=waiting, tenants=tenants), (Finish(sequence_id, FinishReason.ABORT),)
+        state = replace(state, waiting=waiting, tenants=tenants)
+        return end(state, waiter._replace(finish=FinishReason.ABORT))
     index = next((i for i, s in enumerate(state.running) if s.request.sequence_id == sequence_id), None)
     if index is None:
         return state, ()
@@ -196,7 +201,13 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
         in_flight=state.in_flight[1:],
         tenants=tenants,
     )
-    return drain(state)
+    if state.suspects:
+        state = replace(state, suspects=without_cleared(state.suspects, plan, event.results))
+    if not any(result.children for result in event.results):
+        return drain(state)
+    state, effects = drain(add_children(state, plan, event.results))
+    state, more = leave_for_slots(state, event.results)
+    return state, effects + more
 
 
 def _refunded(state: State, plan: StepPlan) -> Tenants:
@@ -281,13 +292,19 @@ def _check_names(sequence: Sequence, num_names: int, num_full: int) -> None:
 def _filled_blocks(
     plan: StepPlan, results: tuple[RowResult, ...], sequences: dict[int, Sequence], block_size: int
 ) -> list[tuple[bytes, int]]:
-    """The named blocks that a finished plan has computed, in its row order; not those of rows that failed."""
+    """The named blocks that a finished plan has computed, in its row order, but not those of rows that failed; and
+    those that it has scattered."""
     named_blocks: list[tuple[bytes, int]] = []
     for row, result in zip(plan.rows, results):
         end = row.start + row.length
         if end % block_size < row.length and result.finish != FinishReason.ABORT:
             filled = slice(row.start // block_size, end // block_size)
             named_blocks += zip(sequences[row.sequence_id].block_hashes[filled], row.blocks[filled])
+    if plan.scatters:
+        scattered = {block_id for scatter in plan.scatters for _, block_id in scatter.pairs}
+        for row in plan.rows:
+            named = zip(sequences[row.sequence_id].block_hashes[: row.start // block_size], row.blocks)
+            named_blocks += [(name, block_id) for name, block_id in named if block_id in scattered]
     return named_blocks
 
 

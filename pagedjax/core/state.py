@@ -2,7 +2,9 @@
 
 A sequence's life (`TRANSITIONS`): it waits, runs, and leaves the running set in two phases, because a step that
 contains it may still be in flight: it is first marked (yielding, finishing, aborting) and left out of new plans; when
-the last step that contains it is done it is *drained*: back in line, or gone.
+the last step that contains it is done it is *drained*: gone, or back in line. There it is *waiting* if it has no copy
+in a lower tier, else *swapping-out* until the copies have arrived and then *swapped*; *fetching* means that they are on
+their way back, which needs a slot and blocks like running.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import RowResult, StepPlan, Tier
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.tenants import Tenants
+from pagedjax.core.tiers import Tiers
 
 
 class Phase(StrEnum):
@@ -25,6 +28,9 @@ class Phase(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     YIELDING = "yielding"
+    SWAPPING_OUT = "swapping-out"
+    SWAPPED = "swapped"
+    FETCHING = "fetching"
     FINISHING = "finishing"
     ABORTING = "aborting"
     FINISHED = "finished"
@@ -37,6 +43,12 @@ class Cause(StrEnum):
     FINISH = "finish"
     ABORT = "abort"
     DRAIN = "drain"
+    SWAP = "swap"
+    KEEP = "keep"
+    STORE = "store"
+    FETCH = "fetch"
+    LAND = "land"
+    LOSE = "lose"
 
 
 TRANSITIONS: dict[tuple[Phase, Cause], Phase] = {
@@ -47,8 +59,22 @@ TRANSITIONS: dict[tuple[Phase, Cause], Phase] = {
     (Phase.RUNNING, Cause.FINISH): Phase.FINISHING,
     (Phase.RUNNING, Cause.ABORT): Phase.ABORTING,
     (Phase.YIELDING, Cause.DRAIN): Phase.WAITING,
+    (Phase.YIELDING, Cause.SWAP): Phase.SWAPPING_OUT,
+    (Phase.YIELDING, Cause.KEEP): Phase.SWAPPED,
     (Phase.YIELDING, Cause.FINISH): Phase.FINISHING,
     (Phase.YIELDING, Cause.ABORT): Phase.ABORTING,
+    (Phase.SWAPPING_OUT, Cause.STORE): Phase.SWAPPED,
+    (Phase.SWAPPING_OUT, Cause.LOSE): Phase.WAITING,
+    (Phase.SWAPPING_OUT, Cause.ADMIT): Phase.RUNNING,
+    (Phase.SWAPPING_OUT, Cause.ABORT): Phase.FINISHED,
+    (Phase.SWAPPED, Cause.ADMIT): Phase.RUNNING,
+    (Phase.SWAPPED, Cause.FETCH): Phase.FETCHING,
+    (Phase.SWAPPED, Cause.LOSE): Phase.WAITING,
+    (Phase.SWAPPED, Cause.ABORT): Phase.FINISHED,
+    (Phase.FETCHING, Cause.LAND): Phase.RUNNING,
+    (Phase.FETCHING, Cause.PREEMPT): Phase.YIELDING,
+    (Phase.FETCHING, Cause.LOSE): Phase.YIELDING,
+    (Phase.FETCHING, Cause.ABORT): Phase.ABORTING,
     (Phase.FINISHING, Cause.ABORT): Phase.FINISHING,
     (Phase.FINISHING, Cause.DRAIN): Phase.FINISHED,
     (Phase.ABORTING, Cause.ABORT): Phase.ABORTING,
@@ -153,6 +179,8 @@ class State:
     `config_since` is the first plan to which the present configuration applies.
 
     `pending` names, for each plan in flight, the blocks that it computes (name -> block id): later plans may read them.
+    `shared_tails` are partial blocks that forks hold in common (some may not be shared any more): a write copies them
+    first. `suspects` may have made a step fail: each is tried alone before anybody runs with it again.
     """
 
     config: SchedulerConfig
@@ -163,6 +191,9 @@ class State:
     in_flight: tuple[StepPlan, ...]
     next_plan_id: int
     now_us: int
+    tiers: Tiers
+    shared_tails: frozenset[int] = frozenset()
+    suspects: tuple[int, ...] = ()
     tenants: Tenants = Tenants()
     config_since: int = 0
 

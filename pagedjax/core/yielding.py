@@ -11,6 +11,7 @@ from dataclasses import replace
 from pagedjax.core import waiting as lines
 from pagedjax.core.leaving import drain
 from pagedjax.core.policy import (
+    STAYS,
     Grade,
     Order,
     excess_blocks,
@@ -137,12 +138,12 @@ def _may_preempt(waiter: Sequence, grade: Grade, order: Order) -> bool:
 
 
 def _num_running(running: list[Sequence]) -> int:
-    return sum(s.phase is Phase.RUNNING for s in running)
+    return sum(s.phase in STAYS for s in running)
 
 
 def _without_excess(running: list[Sequence], order: Order) -> list[Sequence]:
     """Fewer may run than do, since the configuration has changed: the lowest ranks yield, never the top."""
-    by_rank = [index for index, s in enumerate(running) if s.phase is Phase.RUNNING]
+    by_rank = [index for index, s in enumerate(running) if s.phase in STAYS]
     by_rank.sort(key=lambda index: order.running(running[index]))
     may_yield = [index for index in by_rank[1:] if not running[index].stay.reserved]
     for index in may_yield[::-1][: max(0, len(by_rank) - order.config.max_num_seqs)]:

@@ -7,11 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from pagedjax.core import leaving, planning, scheduler, waiting
-from pagedjax.core.blocks import register
+from pagedjax.core import (
+    admission,
+    failing,
+    forking,
+    leaving,
+    parking,
+    planning,
+    resuming,
+    scheduler,
+    transfers,
+    waiting,
+)
+from pagedjax.core.blocks import register, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.errors import SchedulerError
-from pagedjax.core.state import Cause, Phase, next_phase
+from pagedjax.core.state import Cause, Phase, TransferDone, next_phase
 from tests.core.world import random_world
 
 NUM_WORLDS = 60
@@ -63,14 +74,14 @@ def victim_is_always_the_beneficiary(victim_index):
     return lambda running, beneficiary, excess: beneficiary if running[beneficiary].phase is Phase.RUNNING else None
 
 
-def free_a_victim_in_flight_at_once(make_room):
-    def mutant(running, beneficiary, num_new, pool, order):
-        pool = make_room(running, beneficiary, num_new, pool, order)
-        for i, sequence in enumerate(running):
-            if sequence.phase is Phase.YIELDING and sequence.blocks:
-                pool = planning.give(pool, sequence.blocks, sequence.block_hashes)
-                running[i] = sequence._replace(blocks=())
-        return pool
+def free_a_victim_in_flight_at_once(preempt):
+    def mutant(batch, running, index, pool, tiers):
+        pool, tiers = preempt(batch, running, index, pool, tiers)
+        if running[index].blocks:
+            pool, tiers, effects = parking.park(pool, tiers, running[index], batch.order.config)
+            batch.effects.extend(effects)
+            running[index] = running[index]._replace(blocks=())
+        return pool, tiers
 
     return mutant
 
@@ -142,18 +153,18 @@ def count_one_step_too_many_in_flight(accept):
 
 
 def compute_what_is_computed_already(plan_row):
-    def mutant(batch, sequence, length, block_size):
+    def mutant(batch, sequence, *args):
         back = max(0, sequence.num_planned - 1)
-        return plan_row(batch, sequence._replace(num_planned=back), length, block_size)
+        return plan_row(batch, sequence._replace(num_planned=back), *args)
 
     return mutant
 
 
 def finish_at_once_though_in_flight(drain):
-    def mutant(state):
+    def mutant(state, **options):
         leaves = [s for s in state.running if s.phase is Phase.ABORTING]
         running = tuple(s._replace(num_in_flight=0) if s in leaves else s for s in state.running)
-        return drain(replace(state, running=running))
+        return drain(replace(state, running=running), **options)
 
     return mutant
 
@@ -166,24 +177,114 @@ def plan_the_aborted(abort):
     return lambda s: s._replace(phase=next_phase(next_phase(Phase.WAITING, Cause.ADMIT), Cause.PREEMPT))
 
 
+def never(question):
+    return lambda *args: False
+
+
+def move_to_each_other_s_blocks(swap_out):
+    def mutant(*args):
+        tiers, effects = swap_out(*args)
+        return tiers, tuple(
+            e._replace(moves=tuple(zip([d for d, _ in e.moves][::-1], [b for _, b in e.moves]))) for e in effects
+        )
+
+    return mutant
+
+
+def gather_nothing(swap_out):
+    return lambda *args: (swap_out(*args)[0], ())
+
+
+def discard_nothing(cancel_fetch):
+    return lambda *args: (cancel_fetch(*args)[0], ())
+
+
+def keep_all_copies(give_up_copies):
+    return lambda tiers, parked: tiers
+
+
+def forget_nothing(forget):
+    return lambda pool, names: pool
+
+
+def keep_in_transfer(end_transfer):
+    return lambda tiers, transfer_id: tiers._replace(transfers=tiers.transfers.delete(transfer_id))
+
+
+def trust_what_is_lost(give_up_lost):
+    return lambda tiers, *args: tiers
+
+
+def take_a_failure_for_success(failed):
+    return lambda state, transfer_id, transfer: transfers.transfer_done(
+        state, TransferDone(transfer_id, True, state.now_us)
+    )
+
+
+def scatter_nothing(land):
+    return lambda state, rows: (land(state, rows)[0], ())
+
+
+def scatter_to_each_other_s_blocks(start_fetch):
+    def mutant(*args):
+        pool, tiers, sequence, effects = start_fetch(*args)
+        parked = tiers.parked[sequence.sequence_id]
+        scatters = tuple(
+            s._replace(pairs=tuple((i, b) for (i, _), (_, b) in zip(s.pairs, s.pairs[::-1]))) for s in parked.scatters
+        )
+        parked = parked._replace(scatters=scatters)
+        return pool, tiers._replace(parked=tiers.parked.set(sequence.sequence_id, parked)), sequence, effects
+
+    return mutant
+
+
+def count_partial_blocks_as_full(num_tokens_in):
+    return lambda num_blocks, parked, block_size: num_blocks * block_size
+
+
+def copy_the_other_way(with_own_tail):
+    def mutant(*args):
+        pool, sequence, (source, target) = with_own_tail(*args)
+        return pool, sequence, (target, source)
+
+    return mutant
+
+
+def write_a_shared_prompt(start_of_fork):
+    return lambda *args: start_of_fork(*args)._replace(writes=True)
+
+
+def keep_the_lost_cache(make_pool):
+    def mutant(num_blocks):
+        return take(make_pool(num_blocks), 1)[0]
+
+    return mutant
+
+
+def go_on_as_if_nothing_had_happened(marked):
+    return lambda sequence, guilty: sequence
+
+
 MUTANTS = [
     (leaving, "give", leak_all),
     (leaving, "give", leak_one_block),
     (leaving, "give", free_twice),
     (leaving, "give", forget_names),
-    (planning, "give", leak_all),
-    (planning, "share", share_without_counting),
-    (planning, "share", share_without_leaving_the_idle_queue),
+    (parking, "give", leak_one_block),
+    (parking, "give", free_twice),
+    (parking, "give", leak_all),
+    (admission, "share", share_without_counting),
+    (admission, "share", share_without_leaving_the_idle_queue),
     (planning, "take", take_one_block_too_few),
     (planning, "take", take_the_same_block_twice),
     (planning, "victim_index", wrong_victim),
     (planning, "victim_index", victim_is_always_the_beneficiary),
-    (planning, "_make_room", free_a_victim_in_flight_at_once),
-    (planning, "num_blocks_to_admit", admit_without_headroom),
-    (planning, "max_prefix_blocks", reuse_the_last_token),
-    (planning, "longest_prefix", wrong_prefix),
-    (planning, "longest_prefix", stale_prefix),
-    (planning, "longest_prefix", share_too_short_a_prefix_of_names),
+    (planning, "_preempt", free_a_victim_in_flight_at_once),
+    (admission, "num_blocks_to_admit", admit_without_headroom),
+    (resuming, "max_prefix_blocks", reuse_the_last_token),
+    (resuming, "longest_prefix", wrong_prefix),
+    (resuming, "longest_prefix", stale_prefix),
+    (resuming, "longest_prefix", share_too_short_a_prefix_of_names),
     (scheduler, "plan_step", register_before_done),
     (scheduler, "_filled_blocks", register_under_a_neighbour_s_name),
     (waiting, "park", lose_the_preempted),
@@ -192,10 +293,30 @@ MUTANTS = [
     (leaving, "back_in_line", stale_length_after_preemption),
     (scheduler, "_accept", drop_accepted_tokens),
     (scheduler, "_accept", count_one_step_too_many_in_flight),
-    (planning, "_plan_row", compute_what_is_computed_already),
+    (planning, "plan_row", compute_what_is_computed_already),
     (scheduler, "drain", finish_at_once_though_in_flight),
     (scheduler, "_abort", forget_the_abort),
     (scheduler, "_abort", plan_the_aborted),
+    (resuming, "share", share_without_counting),
+    (parking, "is_being_written", never),
+    (parking, "_swap_out", move_to_each_other_s_blocks),
+    (parking, "_swap_out", gather_nothing),
+    (parking, "_cancel_fetch", discard_nothing),
+    (parking, "_give_up_copies", keep_all_copies),
+    (parking, "forget", forget_nothing),
+    (transfers, "end_transfer", keep_in_transfer),
+    (transfers, "_give_up_lost", trust_what_is_lost),
+    (transfers, "_failed", take_a_failure_for_success),
+    (planning, "land", scatter_nothing),
+    (admission, "start_fetch", scatter_to_each_other_s_blocks),
+    (resuming, "_num_tokens_in", count_partial_blocks_as_full),
+    (planning, "writes_shared_tail", never),
+    (planning, "with_own_tail", copy_the_other_way),
+    (admission, "awaits_parent", never),
+    (admission, "start_of_fork", write_a_shared_prompt),
+    (forking, "share", share_without_counting),
+    (failing, "make_pool", keep_the_lost_cache),
+    (failing, "_marked", go_on_as_if_nothing_had_happened),
 ]
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.state import TRANSITIONS, Cause, Phase, next_phase
+from pagedjax.core.waiting import find
 from tests.core import test_leaving as makers
+from tests.core import test_swapping as swaps
 from tests.core.world import World
 
 
@@ -69,8 +71,40 @@ def finish_while_yielding():
     return world, sequence_id, world.done
 
 
-# In these the sequence is drained by the same event: it is seen only where it ends.
-DRAINED_TOO = {(Phase.YIELDING, Cause.FINISH)}
+def step_due_of(make):
+    def scenario():
+        world, sequence_id = make()
+        return world, sequence_id, world.due
+
+    return scenario
+
+
+def transfer_of(make, *, ok=True):
+    def scenario():
+        world, sequence_id = make()
+        return world, sequence_id, lambda: world.transfer(ok=ok)
+
+    return scenario
+
+
+def keep():
+    """It has been swapped once, runs, must yield, and then the device loses its blocks."""
+    world, sequence_id = swaps.yielding_again()
+    return world, sequence_id, world.fail
+
+
+def lose_a_shared_copy():
+    world, _, swapped = swaps.two_with_shared_copies()
+    return world, swapped, lambda: world.transfer(ok=False)
+
+
+# In these the sequence is drained by the same event: it is seen only where that leads.
+DRAINED_TOO = {
+    (Phase.YIELDING, Cause.FINISH): Cause.DRAIN,
+    (Phase.FETCHING, Cause.PREEMPT): Cause.KEEP,
+    (Phase.FETCHING, Cause.LOSE): Cause.DRAIN,
+    (Phase.FETCHING, Cause.ABORT): Cause.DRAIN,
+}
 
 SCENARIOS = {
     (Phase.NEW, Cause.ARRIVE): arrive,
@@ -82,6 +116,20 @@ SCENARIOS = {
     (Phase.YIELDING, Cause.DRAIN): drain_of(makers.yielding),
     (Phase.YIELDING, Cause.FINISH): finish_while_yielding,
     (Phase.YIELDING, Cause.ABORT): abort_of(makers.yielding),
+    (Phase.YIELDING, Cause.SWAP): drain_of(swaps.yielding),
+    (Phase.YIELDING, Cause.KEEP): keep,
+    (Phase.SWAPPING_OUT, Cause.STORE): transfer_of(swaps.swapping_out),
+    (Phase.SWAPPING_OUT, Cause.LOSE): transfer_of(swaps.swapping_out, ok=False),
+    (Phase.SWAPPING_OUT, Cause.ADMIT): step_due_of(swaps.swapping_out_with_all_blocks_there),
+    (Phase.SWAPPING_OUT, Cause.ABORT): abort_of(swaps.swapping_out),
+    (Phase.SWAPPED, Cause.ADMIT): step_due_of(swaps.swapped_with_all_blocks_there),
+    (Phase.SWAPPED, Cause.FETCH): step_due_of(swaps.next_in_line),
+    (Phase.SWAPPED, Cause.LOSE): lose_a_shared_copy,
+    (Phase.SWAPPED, Cause.ABORT): abort_of(swaps.swapped),
+    (Phase.FETCHING, Cause.LAND): transfer_of(swaps.fetching),
+    (Phase.FETCHING, Cause.PREEMPT): step_due_of(swaps.fetching_in_the_way),
+    (Phase.FETCHING, Cause.LOSE): transfer_of(swaps.fetching, ok=False),
+    (Phase.FETCHING, Cause.ABORT): abort_of(swaps.fetching),
     (Phase.FINISHING, Cause.ABORT): abort_of(finishing),
     (Phase.FINISHING, Cause.DRAIN): drain_of(finishing),
     (Phase.ABORTING, Cause.ABORT): abort_of(makers.aborting),
@@ -100,7 +148,7 @@ def test_the_edge_is_walked_by_a_real_event(source, cause):
     event()
     target = TRANSITIONS[source, cause]
     if (source, cause) in DRAINED_TOO:
-        target = TRANSITIONS[target, Cause.DRAIN]
+        target = TRANSITIONS[target, DRAINED_TOO[source, cause]]
     assert phase_of(world, sequence_id) is target
 
 
@@ -118,7 +166,5 @@ def test_every_phase_can_be_reached_and_left():
 def phase_of(world, sequence_id):
     if sequence_id in world.finished:
         return Phase.FINISHED
-    if sequence_id in world.waiting():
-        return Phase.WAITING
-    sequence = world.sequence(sequence_id)
+    sequence = find(world.state.waiting, sequence_id) or world.sequence(sequence_id)
     return sequence.phase if sequence else Phase.NEW

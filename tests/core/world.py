@@ -4,6 +4,9 @@ The device is a dictionary from slot to a fingerprint of the whole prefix that e
 cached position it reads holds its own prefix, as the steps before left it, then writes its own. So a block that is
 shared wrongly, read before it was computed or reused too early is seen at once, and the token that a row samples, a
 function of its fingerprint, is the same however the sequence was scheduled. `check` runs after every event.
+
+Lower tiers are dictionaries of blocks of such fingerprints, and hold rubbish while they are written. A gather reads the
+cache when its effect is carried out, a fetch its tier when it is done; transfers end in any order, or fail.
 """
 
 import random
@@ -13,8 +16,8 @@ from typing import Any
 
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
-from pagedjax.core.plan import Row, RowResult, StepPlan
-from pagedjax.core.policy import order_of
+from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
+from pagedjax.core.policy import STAYS, order_of
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
@@ -22,8 +25,11 @@ from pagedjax.core.state import (
     Aborted,
     Arrived,
     ConfigChanged,
+    CopyBlocks,
+    Discard,
     Effect,
     Event,
+    Fetch,
     Finish,
     Phase,
     Preempt,
@@ -33,6 +39,9 @@ from pagedjax.core.state import (
     State,
     StepDone,
     StepDue,
+    StepFailed,
+    SwapOut,
+    TransferDone,
 )
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.core.waiting import in_rank_order
@@ -50,20 +59,32 @@ SMALL = {
 }
 
 
-class World:
-    """`stop_every` ends a sequence whenever the sampled token is a multiple of it. An event comes every `tick_us`."""
+RUBBISH, BROKEN = (-1,), (-2,)
+Contents = tuple[int | None, ...]  # of one block, by offset
 
-    def __init__(self, *, stop_every: int = 0, tick_us: int = 1, **limits: Any) -> None:
+
+class World:
+    """`stop_every` ends a sequence whenever the sampled token is a multiple of it; `fork_every` forks a beam then. An
+    event comes every `tick_us`. A step that contains one of `poison` fails.
+    """
+
+    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, tick_us: int = 1, **limits: Any) -> None:
         self.config = SchedulerConfig(**(SMALL | limits))
         self.state: State = init(self.config)
-        self.stop_every = stop_every
+        self.stop_every, self.fork_every = stop_every, fork_every
+        self.poison: set[int] = set()
         self.tenants = [DEFAULT_TENANT, *dict(self.state.config.tenant_weights)]
         self.tick_us = tick_us
         self.now_us = 0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}  # what the host knows, by sequence id
         self.on_device: dict[int, list[int]] = {}  # and what was sampled ahead of it
+        self.unnamed: set[int] = set()  # whose blocks have no hashes
         self.cache: dict[int, int] = {}
+        self.lower: dict[tuple[Tier, int], Contents] = {}
+        self.outgoing: dict[int, tuple[SwapOut, list[Contents]]] = {}
+        self.fetching: dict[int, Fetch] = {}
+        self.staged: dict[int, list[Contents]] = {}
         self.sampled: deque[dict[int, int]] = deque()
         self.ended: set[int] = set()
         self.finished: dict[int, FinishReason] = {}
@@ -82,15 +103,31 @@ class World:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         preemptible: bool = True,
+        *,
+        named: bool = True,
+        beam: bool = False,
     ) -> int:
         """A request: a prompt of so many tokens, equal to no other one, or these tokens."""
         sequence_id = len(self.tokens)
         if isinstance(prompt, int):
             prompt = [1000 * (sequence_id + 1) + i for i in range(prompt)]
+        request = Request(sequence_id, len(prompt), max_tokens, priority, None, beam, tenant, preemptible)
+        return self._arrive(request, prompt, named)
+
+    def arrive_as_fork(self, parent: int) -> int:
+        """One more sample of the same prompt."""
+        request = self.requests[parent]
+        prompt, sequence_id = self.tokens[parent][: request.prompt_len], len(self.tokens)
+        request = request._replace(sequence_id=sequence_id, fork_of=parent)
+        # Fingerprints tell tokens apart, not samples, so another sample is one that stops elsewhere.
+        return self._arrive(request, prompt, parent not in self.unnamed)
+
+    def _arrive(self, request: Request, prompt: list[int], named: bool) -> int:
+        sequence_id = request.sequence_id
         self.tokens[sequence_id], self.on_device[sequence_id] = list(prompt), list(prompt)
-        request = self.requests[sequence_id] = Request(
-            sequence_id, len(prompt), max_tokens, priority, tenant=tenant, preemptible=preemptible
-        )
+        self.requests[sequence_id] = request
+        if not named:
+            self.unnamed.add(sequence_id)
         self.send(Arrived(request, self.names(sequence_id), self.tick()))
         return sequence_id
 
@@ -110,9 +147,37 @@ class World:
 
     def done(self) -> tuple[Effect, ...]:
         """Tell the scheduler what the oldest step in flight gave."""
+        if any(row.sequence_id in self.poison for row in self.state.in_flight[0].rows):
+            return self.fail()
         plan, sampled = self.state.in_flight[0], self.sampled.popleft()
         results = tuple(self._result(row, sampled.get(row.sequence_id)) for row in plan.rows)
         return self.send(StepDone(plan.plan_id, results, self.tick()))
+
+    def fail(self, *suspects: int) -> tuple[Effect, ...]:
+        """The oldest step in flight fails, and the device loses its cache."""
+        self.sampled.clear()
+        self.cache.clear()
+        self.on_device = {sequence_id: list(tokens) for sequence_id, tokens in self.tokens.items()}
+        return self.send(StepFailed(self.state.in_flight[0].plan_id, suspects, self.tick()))
+
+    def transfer(self, transfer_id: int | None = None, *, ok: bool = True) -> tuple[Effect, ...]:
+        """A transfer ends, or fails; the oldest one, if none is named."""
+        if transfer_id is None:
+            transfer_id = min(self.state.tiers.transfers)
+        if transfer_id in self.outgoing:
+            swap_out, contents = self.outgoing.pop(transfer_id)
+            for (_, block_id), content in zip(swap_out.moves, contents):
+                self.lower[swap_out.tier, block_id] = content if ok else RUBBISH
+        else:
+            fetch = self.fetching.pop(transfer_id)
+            contents = [self.lower[fetch.tier, block_id] for block_id in fetch.block_ids]
+            assert RUBBISH not in contents, "a copy is read that is not there"
+            ok = ok and BROKEN not in contents
+            if ok:
+                self.staged[transfer_id] = contents
+            else:
+                self.lower.update({(fetch.tier, block_id): BROKEN for block_id in fetch.block_ids})
+        return self.send(TransferDone(transfer_id, ok, self.tick()))
 
     def step(self) -> StepPlan | None:
         """One whole step; whatever is in flight is done first and last."""
@@ -125,16 +190,24 @@ class World:
 
     def run(self) -> int:
         """Run until nobody is left, as far ahead as is allowed; the number of plans that took."""
-        num_plans, limit = 0, 10 * self.step_bound() + 100
+        num_plans, num_turns, limit = 0, 0, 10 * self.step_bound() + 100
         while self.state.running or self.state.waiting.places:
+            num_turns += 1
+            assert num_turns < 4 * limit, "it goes round in circles"
             plan = self.due()
             num_plans += plan is not None
             assert num_plans <= limit, "it goes on for ever"
             if plan is None or len(self.state.in_flight) == self.state.config.max_steps_in_flight:
+                if self.state.tiers.transfers and (plan is None or num_plans % 2):
+                    self.transfer()
+                    continue
                 assert self.state.in_flight, "stuck: there is work, but nothing is planned and nothing is in flight"
                 self.done()
         while self.state.in_flight:
             self.done()
+        while self.state.tiers.transfers:
+            self.transfer()
+        assert not self.staged, "staging is never freed"
         return num_plans
 
     def send(self, event: Event) -> tuple[Effect, ...]:
@@ -175,6 +248,8 @@ class World:
 
     def names(self, sequence_id: int) -> tuple[bytes, ...]:
         """The names of the full blocks of a sequence's tokens so far."""
+        if sequence_id in self.unnamed:
+            return ()
         tokens, size, names = self.tokens[sequence_id], self.state.config.block_size, [ROOT_HASH]
         for start in range(0, len(tokens) - size + 1, size):
             names.append(hash_block(names[-1], b"".join(t.to_bytes(4, "little") for t in tokens[start : start + size])))
@@ -195,7 +270,17 @@ class World:
         match effect:
             case RunStep(plan):
                 self._execute(plan)
-            case Preempt(sequence_id, _):
+            case CopyBlocks(pairs):
+                for source, target in pairs:
+                    self._fill(target, self._contents(source))
+            case SwapOut(transfer_id, tier, moves):
+                self.outgoing[transfer_id] = effect, [self._contents(block_id) for block_id, _ in moves]
+                self.lower.update({(tier, block_id): RUBBISH for _, block_id in moves})
+            case Fetch(transfer_id):
+                self.fetching[transfer_id] = effect
+            case Discard(transfer_id):
+                del self.staged[transfer_id]
+            case Preempt(sequence_id):
                 self.preempted.append(sequence_id)
             case Finish(sequence_id, reason):
                 assert sequence_id not in self.finished, f"{sequence_id} finishes twice"
@@ -203,7 +288,27 @@ class World:
             case Reject(sequence_id, _, _):
                 self.rejected[sequence_id] = effect
 
+    def _contents(self, block_id: int) -> Contents:
+        size = self.state.config.block_size
+        return tuple([self.cache.get(slot) for slot in range(block_id * size, block_id * size + size)])
+
+    def _fill(self, block_id: int, contents: Contents) -> None:
+        """Put what was in one block into another. Nothing of what was there before is left."""
+        size = self.state.config.block_size
+        for offset, fingerprint in enumerate(contents):
+            self.cache.pop(block_id * size + offset, None)
+            if fingerprint is not None:
+                self.cache[block_id * size + offset] = fingerprint
+
+    def _scatter(self, scatter: Scatter) -> None:
+        staged = self.staged.pop(scatter.transfer_id)
+        assert [index for index, _ in scatter.pairs] == list(range(len(staged))), "fetched blocks are not all scattered"
+        for index, block_id in scatter.pairs:
+            self._fill(block_id, staged[index])
+
     def _execute(self, plan: StepPlan) -> None:
+        for scatter in plan.scatters:
+            self._scatter(scatter)
         for row in plan.rows:
             self._check_reads(row)
         written = [slot for row in plan.rows for slot in self._write(row)]
@@ -212,7 +317,7 @@ class World:
         self.num_computed += plan.num_tokens
 
     def _check_reads(self, row: Row) -> None:
-        prints = fingerprints(self.on_device[row.sequence_id][: row.start])
+        prints = fingerprints(self.on_device[row.sequence_id][: row.start + (not row.writes)])
         for position, fingerprint in enumerate(prints):
             found = self.cache.get(self._slot(row, position))
             assert found == fingerprint, f"{row} reads a foreign token at {position}"
@@ -222,13 +327,17 @@ class World:
         prints = fingerprints(self.on_device[row.sequence_id][:end])
         assert len(prints) == end, f"{row} goes past the tokens that are there"
         assert row.samples == (end == len(self.on_device[row.sequence_id])), f"{row} samples at the wrong place"
+        if not row.writes:
+            return []
         slots = [self._slot(row, position) for position in range(row.start, end)]
         self.cache.update(zip(slots, prints[row.start :]))
         return slots
 
     def _sample(self, row: Row) -> int:
         tokens = self.on_device[row.sequence_id]
-        tokens.append(fingerprints(tokens)[-1] % 89 + 1)
+        # Samples of one prompt differ, in their first token at least.
+        salt = row.sequence_id if self.requests[row.sequence_id].fork_of is not None else 0
+        tokens.append((fingerprints(tokens)[-1] + salt) % 89 + 1)
         return tokens[-1]
 
     def _slot(self, row: Row, position: int) -> int:
@@ -236,7 +345,8 @@ class World:
         return row.blocks[position // size] * size + position % size
 
     def _result(self, row: Row, token: int | None) -> RowResult:
-        sequence_id, num_named = row.sequence_id, len(self.names(row.sequence_id))
+        sequence_id = row.sequence_id
+        num_named = 0 if sequence_id in self.unnamed else (row.start + row.length) // self.state.config.block_size
         if token is None or sequence_id in self.ended:
             self.num_discarded += token is not None
             return RowResult(sequence_id, 0)
@@ -244,7 +354,24 @@ class World:
         finish = self._finish(sequence_id, token)
         if finish is not None:
             self.ended.add(sequence_id)
-        return RowResult(sequence_id, 1, finish, self.names(sequence_id)[num_named:])
+        return RowResult(sequence_id, 1, finish, self.names(sequence_id)[num_named:], self._children(row, token))
+
+    def _children(self, row: Row, token: int) -> tuple[Fork, ...]:
+        """A beam goes on with other tokens too, unless it has only one more to go."""
+        request = self.requests[row.sequence_id]
+        num_left = request.max_tokens - len(self.output(row.sequence_id))
+        if not request.needs_confirmation or not self.fork_every or token % self.fork_every or num_left < 2:
+            return ()
+        forks, num_named = [], (row.start + row.length) // self.state.config.block_size
+        for step in range(1, 2 + token % 2):
+            sequence_id = len(self.tokens)
+            tokens = [*self.tokens[row.sequence_id][: row.start + row.length], token + 100 * step]
+            self.tokens[sequence_id], self.on_device[sequence_id] = tokens, list(tokens)
+            self.requests[sequence_id] = request._replace(sequence_id=sequence_id, fork_of=None)
+            if row.sequence_id in self.unnamed:
+                self.unnamed.add(sequence_id)
+            forks.append(Fork(sequence_id, self.names(sequence_id)[num_named:]))
+        return tuple(forks)
 
     def _finish(self, sequence_id: int, token: int) -> FinishReason | None:
         if self.stop_every and token % self.stop_every == 0:
@@ -257,8 +384,8 @@ class World:
         """Whoever yields for want of blocks is not the best-ranked one; with one tenant, the lowest-ranked do. Whoever
         yields to a better grade ranks below somebody in line, and is neither shielded nor reserved nor owed."""
         order = order_of(replace(before, now_us=self.state.now_us), {})
-        ran = {s.sequence_id: s for s in before.running if s.phase is Phase.RUNNING}
-        go_on = [s for s in self.state.running if s.phase is Phase.RUNNING and s.sequence_id in ran]
+        ran = {s.sequence_id: s for s in before.running if s.phase in STAYS}
+        go_on = [s for s in self.state.running if s.phase in STAYS and s.sequence_id in ran]
         go_on = [order.running(s) for s in go_on if not s.stay.reserved]
         yielding = [s for s in self.state.running if s.phase is Phase.YIELDING] + list(
             in_rank_order(self.state.waiting)
@@ -266,6 +393,8 @@ class World:
         waiters = [order.grade_in_line(s) for s in in_rank_order(before.waiting)]
         for victim in (s for s in yielding if s.sequence_id in ran):
             sequence = ran[victim.sequence_id]
+            if victim.stay.reason == "failure":
+                continue
             assert not sequence.stay.reserved, "one that must not be preempted is"
             if victim.stay.reason in ("memory", "slots"):
                 chosen = len(before.tenants.accounts) > 1 and victim.stay.reason == "memory"
@@ -281,7 +410,9 @@ class World:
         size, needs = self.state.config.block_size, []
         for sequence in self.state.running:
             if sequence.stay.since_us == self.state.now_us > before.now_us:  # it has come to run with this event
-                num_shared = sequence.num_cached // size
+                parked = self.state.tiers.parked.get(sequence.sequence_id)
+                num_fetched = sum(len(scatter.pairs) for scatter in parked.scatters) if parked else 0
+                num_shared = sequence.num_cached // size - num_fetched
                 num_needed = num_blocks_for(min(sequence.num_tokens + size, sequence.max_len), size) - num_shared
                 needs.append((num_needed, len(sequence.blocks) - num_shared))
         assert not needs or len(self.state.running) <= self.state.config.max_num_seqs, "there was no slot"
@@ -309,8 +440,10 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
     """A small world, often short of everything, after that many random events and then run until it is empty."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])
+    tiers = rng.choice([(0, 0), (3, 0), (12, 0), (4, 6), (0, 10)])
     world = World(
         stop_every=rng.choice([0, 5]),
+        fork_every=rng.choice([0, 3]),
         **{
             "block_size": block_size,
             "num_blocks": rng.randint(5, 24),
@@ -320,6 +453,11 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
             "async_scheduling": rng.random() < 0.7,
             "enable_prefix_caching": rng.random() < 0.8,
             "max_queued_requests": rng.choice([3, 100]),
+            "num_host_blocks": tiers[0],
+            "num_disk_blocks": tiers[1],
+            "preemption_method": rng.choice(["auto", "swap", "swap", "recompute"]),
+            "swap_us_per_block": rng.choice([0, 100, 400]),
+            "recompute_us_per_token": 100,
             "tenant_weights": rng.choice([{}, {"gold": 3, "silver": 2}]),
             "tick_us": 1000,
             "enable_preemption": rng.random() < 0.9,
@@ -340,17 +478,32 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
 
 def random_event(world: World, rng: random.Random) -> None:
     choice = rng.random()
-    if choice < 0.2:
+    if choice < 0.15:
         prompt = [7] * rng.randint(0, 8) + [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
         world.arrive(
-            prompt, rng.randint(1, 9), rng.randint(-1, 1), rng.choice(world.tenants), preemptible=rng.random() < 0.9
+            prompt,
+            rng.randint(1, 9),
+            rng.randint(-1, 1),
+            rng.choice(world.tenants),
+            rng.random() < 0.9,
+            named=rng.random() < 0.8,
+            beam=rng.random() < 0.2,
         )
-    elif choice < 0.25 and world.tokens:
+    elif choice < 0.18 and world.tokens:
+        parent = rng.randrange(len(world.tokens))
+        for _ in range(rng.randint(1, 3)):
+            world.arrive_as_fork(parent)
+    elif choice < 0.23 and world.tokens:
         world.abort(rng.randrange(len(world.tokens)))
-    elif choice < 0.26:
+    elif choice < 0.24:
         random_change(world, rng)
-    elif choice < 0.65:
+    elif choice < 0.56:
         world.due()
+    elif choice < 0.565 and world.state.in_flight:
+        rows = world.state.in_flight[0].rows
+        world.fail(*rng.sample([row.sequence_id for row in rows], rng.randint(0, min(2, len(rows)))))
+    elif choice < 0.7 and world.state.tiers.transfers:
+        world.transfer(rng.choice(sorted(world.state.tiers.transfers)), ok=rng.random() < 0.85)
     elif world.state.in_flight:
         world.done()
 

@@ -9,8 +9,9 @@ from pallas_kernels.block_copy import backend_for, loop, reference, staging_for
 
 NUM_BLOCKS = 12
 DTYPES = ("float32", "bfloat16", "uint16", "float8_e4m3fn")
-# Bytes that make no NaN, whose bits the definition may change on CPUs.
-HIGHEST = {reference.BACKEND: 0x3F, loop.BACKEND: 0xFF}
+# Bytes that make no NaN, whose bits the definition may change on CPUs; XLA before JAX 0.11 does so in a loop too.
+NO_NAN = 0x3F
+HIGHEST = {reference.BACKEND: NO_NAN, loop.BACKEND: 0xFF if jax.__version_info__ >= (0, 11) else NO_NAN}
 backends = pytest.mark.parametrize("backend", [reference.BACKEND, loop.BACKEND], ids=lambda x: x.name)
 caches_of = pytest.mark.parametrize("dtypes", [(x, x) for x in DTYPES] + [("int8", "float32")], ids="-".join)
 
