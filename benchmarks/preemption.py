@@ -121,7 +121,7 @@ def figures_of(report: SimReport) -> Figure:
         "batch_e2e_ms": of_class(report, BATCH, "e2e_us"),
         "preemptions": report.preemptions_by("reason"),
         "methods": report.preemptions_by("method"),
-        "preempted_again_within_16_tokens": len(repreempted(report, 16)),
+        "preempted_again_within_a_chunk": len(repreempted(report, report.config.min_execution_chunk)),
         "recomputed_tokens": report.totals.recomputed_tokens,
         "swapped_mib": round(report.swapped_bytes(to_device=False) / 2**20, 1),
         "overhead_percent": round(100 * report.preemption_overhead, 2),
