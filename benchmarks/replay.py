@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, default=0.5, help="multiply arrival times by this (default 0.5)")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
+    git = git_commit(Path(__file__).parent)  # before the runs, which take minutes: of the code that ran
     figures = []
     for figure in runs(args.traces, args.limit, args.time_scale):
         figures.append(figure)
@@ -63,7 +64,7 @@ def main() -> None:
     if args.out:
         report = {
             "command": shlex.join(["python", *(Path(arg).name if "/" in arg else arg for arg in sys.argv)]),
-            "git": git_commit(Path(__file__).parent),
+            "git": git,
             "machine": describe_machine(),
             "versions": versions(),
             "cost_model": H200_LIKE.source,
