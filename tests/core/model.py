@@ -219,6 +219,12 @@ class Model(World):
             self._check_named(name, self._contents(block_id))
         for tier in LOWER_TIERS:
             self._check_tier(tier)
+        tiers = state.tiers
+        assert set(tiers.transfers) == self.outgoing.keys() | self.fetching.keys(), (
+            "a transfer is unknown, or forgotten"
+        )
+        due = {s.transfer_id for p in tiers.parked.values() for s in p.scatters if s.transfer_id not in p.awaited}
+        assert due == self.staged.keys(), "a staging is lost, or never freed"
 
     def _check_tier(self, tier: Tier) -> None:
         transfers = self.state.tiers.transfers.values()
