@@ -37,6 +37,15 @@ SMALL = (
         min_sample=4,
     ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
+    # Blocks of four, so that a sample finds its parent's tail with room behind it, and both write there.
+    Instance(
+        "tail",
+        (Asked((1, 2, 3, 4, 5), 3), Asked((1, 2, 3, 4, 5), 3, is_fork=True)),
+        {"block_size": 4, "max_num_batched_tokens": 8, "max_model_len": 12},
+        0,
+        1,
+        waits=False,
+    ),
     # All of the second prompt is cached, but its last token must be computed.
     Instance("twin", (Asked((1, 2, 3, 4), 2), Asked((1, 2, 3, 4), 2, 0, "iron")), {}, 0, 1, waits=False),
     # The second prompt begins with what the first leaves of a step, and goes on with two blocks at once.
