@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint types native soak notebooks bench clean
+.PHONY: help serve chat test lint types native sanitize soak notebooks bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV   ?= .venv
@@ -52,6 +52,10 @@ types: $(DEV) ## check the types of core, engine and serving
 native: $(BASE) ## compile the native kernels again, and say what fails
 	$(SAY) 'Compiling the native kernels'
 	@$(BIN)/python -m pallas_kernels.native
+
+sanitize: $(DEV) ## run the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
+	$(SAY) 'Running the native kernels under sanitizers'
+	@PYTHON=$(BIN)/python tests/kernels/native/sanitize.sh
 
 soak: $(DEV) ## check the scheduler's invariants over a million random events (ARGS="--events 1000")
 	$(SAY) 'Checking the scheduler'

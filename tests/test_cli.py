@@ -346,3 +346,12 @@ def test_remote_chat_without_a_server_is_a_plain_error(capsys):
 def test_engine_flags_are_refused_where_there_is_no_engine(capsys):
     assert cli.run(["chat", "--url", "http://127.0.0.1:9", "--block-size", "32"]) == 2
     assert "--block-size would set up an engine here" in capsys.readouterr().err
+
+
+def test_info_says_what_the_native_kernels_are_or_why_there_are_none(monkeypatch):
+    from pallas_kernels import native
+
+    said = next(line for line in info.report().splitlines() if "native kernels:" in line)
+    assert native.unavailable() is None or native.unavailable() in said
+    monkeypatch.setattr(native, "unavailable", lambda: "no compiler")
+    assert "native kernels: none: no compiler" in info.report()

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pagedjax import __version__
 from pagedjax.bench.machine import describe_machine
+from pagedjax.core.errors import ConfigError
 from pagedjax.engine.config import cpu_flags
 
 PACKAGES = (
@@ -67,23 +68,36 @@ def _backends() -> Iterator[str]:
     """The choice for each operation, then the reasons against the others."""
     import jax
 
-    from pallas_kernels import dispatch
+    from pallas_kernels import dispatch, native
     from pallas_kernels.ragged_attention.shapes import MODELS
 
+    try:
+        native.unavailable()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for op in dispatch.CANDIDATES:
         choice = dispatch.choose(op, platform=jax.default_backend(), shape=MODELS["smollm2-135m"], dtype="bfloat16")
         yield f"{op}: {choice.backend.name}"
         yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
+    yield from _weights()
     yield f"native kernels: {_native()}"
+
+
+def _weights() -> Iterator[str]:
+    from pallas_kernels import matmul
+
+    choice = matmul.preferred("bfloat16", is_quantised=False)
+    yield f"weights: {choice.name}"
+    yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
 
 
 def _native() -> str:
     from pallas_kernels import native
 
-    try:
-        library = native.load()
-    except (native.NativeUnavailable, ValueError) as reason:
+    reason = native.unavailable()
+    if reason is not None:
         return f"none: {reason}"
+    library = native.load()
     return f"{library.level}, {library.num_threads} threads"
 
 

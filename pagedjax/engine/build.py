@@ -35,9 +35,9 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     tokenizer.check_fits(model_config.vocab_size)
     config = resolve(config, model_config, platform=jax.default_backend())
     dtype = load.DTYPES[config.dtype]
+    layout = choose_layout(dtype)
     backend = choose_attention(config, model_config)
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
-    layout = choose_layout(dtype)
     model = load.load_model(path, dtype=config.dtype, backend=backend, layout=layout)
     report("load", 1, 1)
     num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)

@@ -42,7 +42,7 @@ def build(library: Path = LIBRARY, objects: Path | None = None, extra_flags: tup
         with tempfile.TemporaryDirectory() as folder:
             return build(library, Path(folder), extra_flags)
     objects.mkdir(parents=True, exist_ok=True)
-    command = [*_compiler(), *FLAGS, *extra_flags, f"-I{FOLDER}", "-isystem", str(_headers())]
+    command = [*_compiler(), *FLAGS, *extra_flags, f"-I{FOLDER}", "-isystem", str(headers())]
     _run([*_compiler(), "--version"])  # so that one that is not there is said as that
     levels = _known_levels(command)
     defines = [f"-DPAGEDJAX_HAS_{name.upper()}" for name in levels if name != "plain"]
@@ -64,6 +64,16 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def headers() -> Path:
+    """The folder of XLA's headers inside the installed jaxlib. Raises BuildError."""
+    # Not jax.ffi.include_dir(): where packages are built there may be jaxlib alone.
+    spec = importlib.util.find_spec("jaxlib")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / "include/xla/ffi/api/ffi.h").is_file():
+            return Path(folder) / "include"
+    raise BuildError("jaxlib, whose headers are needed, is not installed here")
+
+
 def _sources() -> list[Path]:
     return sorted([*FOLDER.glob("*.cc"), *FOLDER.glob("*.h")])
 
@@ -75,15 +85,6 @@ def _compiler() -> list[str]:
     if found is None:
         raise BuildError("there is no C++ compiler (c++, g++ or clang++, or set CXX)")
     return [found]
-
-
-def _headers() -> Path:
-    # Not jax.ffi.include_dir(): where packages are built there may be jaxlib alone.
-    spec = importlib.util.find_spec("jaxlib")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(folder) / "include/xla/ffi/api/ffi.h").is_file():
-            return Path(folder) / "include"
-    raise BuildError("jaxlib, whose headers are needed, is not installed here")
 
 
 def _known_levels(command: list[str]) -> dict[str, tuple[str, ...]]:

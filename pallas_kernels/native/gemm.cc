@@ -13,7 +13,7 @@ namespace ffi = xla::ffi;
 // Preparing fewer rows takes less time than waking anybody.
 constexpr int64_t kLeastRowsToShare = 8;
 // Rows of prepared x that stay in the second cache while the blocks of weights pass by.
-constexpr int64_t kRowsAtOnce = 96;
+constexpr int64_t kRowsAtOnce = 48;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -47,7 +47,9 @@ void run(Gemm& g, const GemmKernels& kernels) {
   } else {
     parallel_ranges(g.num_rows, 2, 4, [&](int64_t begin, int64_t end) { kernels.prepare(g, begin, end); });
   }
-  int64_t columns = kernels.tile_columns(g);
+  // Whole tiles, some eight parts a thread: few enough that each reads a long run of memory.
+  int64_t tile = kernels.tile_columns(g);
+  int64_t columns = tile * (1 + g.num_results / tile / (8 * num_threads()));
   int64_t num_column_parts = ceil_div(g.num_results, columns), num_row_parts = ceil_div(g.num_rows, kRowsAtOnce);
   int64_t rows = ceil_div(g.num_rows, num_row_parts);
   parallel_for(num_row_parts * num_column_parts, [&](int64_t i) {

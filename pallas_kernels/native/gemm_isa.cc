@@ -1,5 +1,6 @@
 // The products of gemm.h at one level of instructions: x is prepared row by row, then tiles of rows x blocks of outputs
-// are summed in registers over all inputs and finished (bias, SwiGLU, residual, rounding) from a small buffer.
+// are summed in registers over all inputs and finished (bias, SwiGLU, residual, rounding) from a small buffer. There is
+// no software prefetch: a block is one run of memory, and the hardware's was as fast at every distance tried.
 #include "gemm.h"
 #include "simd.h"
 
@@ -9,14 +10,12 @@ namespace {
 
 // Rows x blocks of a tile: as many sums as there are registers, less those for weights and inputs.
 #if defined(PAGEDJAX_SIMD_AVX512)
-constexpr int kFloatRows = 6, kFloatBlocks = 4, kIntRows = 6, kIntBlocks = 2;
+constexpr int kFloatRows = 6, kFloatBlocks = 4, kIntRows = 6, kIntBlocks = 2, kFineRows = 4;
 #elif defined(PAGEDJAX_SIMD_AVX2)
-constexpr int kFloatRows = 4, kFloatBlocks = 1, kIntRows = 3, kIntBlocks = 1;
+constexpr int kFloatRows = 4, kFloatBlocks = 1, kIntRows = 3, kIntBlocks = 1, kFineRows = 2;
 #else
-constexpr int kFloatRows = 2, kFloatBlocks = 1, kIntRows = 2, kIntBlocks = 1;
+constexpr int kFloatRows = 2, kFloatBlocks = 1, kIntRows = 2, kIntBlocks = 1, kFineRows = 1;
 #endif
-// The hardware fetches ahead within a page only; this is far enough for memory, near enough for the first cache.
-constexpr int kAheadBytes = 2048;
 
 // ---- one row of x, 32 inputs at a time ------------------------------------------------------------------------------
 
@@ -158,19 +157,25 @@ void tile_bf16(const Gemm& g, int64_t row, int64_t block, float* sums) {
   for (int c = 0; c < blocks; ++c)
     for (int r = 0; r < rows; ++r) acc[c][r] = set1(0.0f);
   for (int64_t k = 0; k < num_pairs; ++k) {
-    for (int c = 0; c < blocks; ++c) {
-      const uint8_t* p = w[c] + k * 4 * kBlockOutputs;
-      prefetch(p + kAheadBytes);
-      dot_pairs<rows>(acc[c], (const uint16_t*)p, x, k);
-    }
+    for (int c = 0; c < blocks; ++c) dot_pairs<rows>(acc[c], (const uint16_t*)(w[c] + k * 4 * kBlockOutputs), x, k);
   }
   for (int r = 0; r < rows; ++r)
     for (int c = 0; c < blocks; ++c) store(sums + (r * blocks + c) * kLanes, acc[c][r]);
 }
 
-// Integer sums of one group of 32 inputs of one block with the digits x[r] of each row.
-template <Format format, int rows>
-PAGEDJAX_INLINE void dot_group(Ints16 (&acc)[rows], const uint8_t* w, const int8_t* const (&x)[rows], int64_t k) {
+template <Format format>
+PAGEDJAX_INLINE Ints16 dot8(Ints16 sums, Bytes64 first, Bytes64 second, const int8_t* x) {
+  if constexpr (format == Format::nibbles) return dot_nibbles(dot_nibbles(sums, first, x), second, x + 4);
+  return dot_bytes(dot_bytes(sums, first, x), second, x + 4);
+}
+
+// Integer sums of one group of 32 inputs of one block with the digits of each row, from input k on. Both digits at once:
+// the weights are loaded and taken apart once.
+template <Format format, bool fine, int rows>
+PAGEDJAX_INLINE void dot_group(Ints16 (&sums)[rows], const uint8_t* w, const int8_t* const (&high)[rows],
+                               const int8_t* const (&low)[rows], int64_t k) {
+  Ints16 low_sums[rows];
+  for (int r = 0; r < rows; ++r) sums[r] = low_sums[r] = set1_int(0);
   for (int j = 0; j < 4; ++j) {
     Bytes64 first, second;
     if constexpr (format == Format::nibbles) {
@@ -180,13 +185,12 @@ PAGEDJAX_INLINE void dot_group(Ints16 (&acc)[rows], const uint8_t* w, const int8
       first = load_bytes(w + 128 * j), second = load_bytes(w + 128 * j + 64);
     }
     for (int r = 0; r < rows; ++r) {
-      if constexpr (format == Format::nibbles) {
-        acc[r] = dot_nibbles(dot_nibbles(acc[r], first, x[r] + k + 8 * j), second, x[r] + k + 8 * j + 4);
-      } else {
-        acc[r] = dot_bytes(dot_bytes(acc[r], first, x[r] + k + 8 * j), second, x[r] + k + 8 * j + 4);
-      }
+      sums[r] = dot8<format>(sums[r], first, second, high[r] + k + 8 * j);
+      if constexpr (fine) low_sums[r] = dot8<format>(low_sums[r], first, second, low[r] + k + 8 * j);
     }
   }
+  if constexpr (fine)
+    for (int r = 0; r < rows; ++r) sums[r] = shift_left<7>(sums[r]) + low_sums[r];
 }
 
 template <Format format, bool fine, int rows, int blocks>
@@ -210,14 +214,8 @@ void tile_quantised(const Gemm& g, int64_t row, int64_t block, float* sums) {
   for (int64_t group = 0; group < num_groups; ++group) {
     for (int c = 0; c < blocks; ++c) {
       const uint8_t* w = first + c * g.block_bytes + group * kGroupBytes;
-      for (int line = 0; line < kGroupBytes; line += 64) prefetch(w + kAheadBytes + line);
       Ints16 dots[rows];
-      for (int r = 0; r < rows; ++r) dots[r] = set1_int(0);
-      dot_group<format, rows>(dots, w, high, group * kGroup);
-      if constexpr (fine) {
-        for (int r = 0; r < rows; ++r) dots[r] = shift_left<7>(dots[r]);
-        dot_group<format, rows>(dots, w, low, group * kGroup);
-      }
+      dot_group<format, fine, rows>(dots, w, high, low, group * kGroup);
       Floats16 scale = load_half((const uint16_t*)(w + kScales));
       for (int r = 0; r < rows; ++r) {
         if constexpr (format == Format::bytes) dots[r] = dots[r] + set1_int(((const int32_t*)offsets[r])[group]);
@@ -328,10 +326,10 @@ void multiply(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t column_
       if (g.num_rows > kFewRows) return as(run<Format::bf16, false, kFloatRows, kFloatBlocks>);
       return as(run<Format::bf16, false, kFewRows, kIntBlocks>);
     case Format::nibbles:
-      if (g.fine) return as(run<Format::nibbles, true, kIntRows, kIntBlocks>);
+      if (g.fine) return as(run<Format::nibbles, true, kFineRows, kIntBlocks>);
       return as(run<Format::nibbles, false, kIntRows, kIntBlocks>);
     case Format::bytes:
-      if (g.fine) return as(run<Format::bytes, true, kIntRows, kIntBlocks>);
+      if (g.fine) return as(run<Format::bytes, true, kFineRows, kIntBlocks>);
       return as(run<Format::bytes, false, kIntRows, kIntBlocks>);
   }
 }

@@ -405,8 +405,6 @@ PAGEDJAX_INLINE Floats16 exp(Floats16 x) {
 
 PAGEDJAX_INLINE Floats16 silu(Floats16 x) { return x / (set1(1.0f) + exp(set1(0.0f) - x)); }
 
-PAGEDJAX_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
-
 }  // namespace
 }  // namespace PAGEDJAX_LEVEL
 }  // namespace pagedjax
