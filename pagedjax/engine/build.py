@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -14,8 +14,9 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.runner import Runner
 from pagedjax.weights import load, store
-from pagedjax.weights.pack import Layout
-from pallas_kernels import dispatch, matmul
+from pagedjax.weights.pack import PackedWeight, describe
+from pagedjax.weights.quantisation import WeightChoice, choose_layout
+from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -31,17 +32,21 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     report("load", 0, 1)
     with load.open_checkpoint(path) as checkpoint:
         model_config = checkpoint.config
+        encodings = frozenset(checkpoint.encodings.values())
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     tokenizer.check_fits(model_config.vocab_size)
-    config = resolve(config, model_config, platform=jax.default_backend())
+    asked_dtype, config = config.dtype, resolve(config, model_config, platform=jax.default_backend())
     dtype = load.DTYPES[config.dtype]
-    layout = choose_layout(dtype)
+    choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
     backend = choose_attention(config, model_config)
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
-    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=layout)
+    weights: list[PackedWeight] = []
+    model = load.load_model(
+        path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append
+    )
     report("load", 1, 1)
     num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)
-    logger.info("event=resolved %s", chosen(config, backend.name, layout, num_blocks))
+    logger.info("event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks))
     scheduler = config.scheduler(num_blocks)
     runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
@@ -66,16 +71,13 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
         raise ConfigError(f"{error}; set --attention-backend") from error
 
 
-def choose_layout(dtype: Any) -> Layout:
-    """How to keep weights on this machine. Raises ConfigError for a variable of the environment that means nothing."""
-    try:
-        # Quantised files are dequantised: their own groups would round the activations too, which nobody asked for.
-        return matmul.preferred(dtype, is_quantised=False).name
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def chosen(config: EngineConfig, attention_backend: str, layout: str, num_blocks: int) -> str:
+def chosen(
+    config: EngineConfig,
+    attention_backend: str,
+    choice: WeightChoice,
+    weights: Sequence[PackedWeight],
+    num_blocks: int,
+) -> str:
     """What was left automatic, as it has been filled in: key=value."""
     choices = {
         "dtype": config.dtype,
@@ -83,7 +85,9 @@ def chosen(config: EngineConfig, attention_backend: str, layout: str, num_blocks
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_blocks": num_blocks,
         "attention_backend": attention_backend,
-        "weights": layout,
+        "weights": choice.layout,
+        "weights_reason": f'"{choice.reason}"',
+        "weights_packed": f'"{describe(weights)}"',
         "compilation_cache_dir": config.compilation_cache_dir,
     }
     return " ".join(f"{name}={value}" for name, value in choices.items())
