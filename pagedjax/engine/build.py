@@ -41,9 +41,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     backend = choose_attention(config, model_config)
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
     weights: list[PackedWeight] = []
-    model = load.load_model(
-        path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append
-    )
+    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append)
     report("load", 1, 1)
     num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)
     logger.info("event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks))

@@ -74,8 +74,8 @@ def load_model(
     """The model of the checkpoint at `path` with its weights in `dtype` (float32, bfloat16 or float16).
 
     `layout` is how weights of products are kept, see `pack`; all but "float" take native kernels, and `note` is told of
-    each weight. One weight at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and for tensors that are
-    missing, too many or of the wrong shape.
+    each weight. One weight at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and
+    for tensors that are missing, too many or of the wrong shape.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; set --dtype to one of {', '.join(DTYPES)}")

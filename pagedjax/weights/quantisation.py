@@ -33,7 +33,9 @@ def choose_layout(
         missing = native.unavailable()
         if quantization in ("int8", "int4"):
             if missing is not None:
-                raise ConfigError(f"quantization {quantization} needs the native kernels: {missing}; set --quantization none")
+                raise ConfigError(
+                    f"quantization {quantization} needs the native kernels: {missing}; set --quantization none"
+                )
             return WeightChoice(quantization, "it is asked for", MappingProxyType({}))
         quantised = sorted({name for name in encodings if name.startswith(_QUANTISED)})
         choice = matmul.preferred(dtype, not_grouped=_against_groups(quantization, asked_dtype, quantised))

@@ -59,7 +59,9 @@ def test_quantising_is_done_where_it_can_be_and_refused_elsewhere(missing, quant
     if missing is None:
         assert choose(quantization, asked=dtype, encodings=FLOATS).layout == quantization
         return
-    with pytest.raises(ConfigError, match=rf"{quantization} needs the native kernels: no compiler.*--quantization none"):
+    with pytest.raises(
+        ConfigError, match=rf"{quantization} needs the native kernels: no compiler.*--quantization none"
+    ):
         choose(quantization, asked=dtype)
 
 
