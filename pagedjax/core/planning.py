@@ -94,7 +94,7 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
             continue
         sequence = running[index]
         num_lacking = sequence.num_planned + length - len(sequence.blocks) * block_size
-        copies_tail = bool(shared_tails) and writes_shared_tail(sequence, pool, shared_tails, block_size)
+        copies_tail = writes_shared_tail(sequence, pool, shared_tails, block_size) if shared_tails else False
         if num_lacking > 0 or copies_tail:
             num_new = num_blocks_for(max(num_lacking, 0), block_size) + copies_tail
             num_kept = 0 if sequence.stay.reserved else num_reserved

@@ -203,7 +203,7 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
     )
     if state.suspects:
         state = replace(state, suspects=without_cleared(state.suspects, plan, event.results))
-    if not any(result.children for result in event.results):
+    if not [result for result in event.results if result.children]:
         return drain(state)
     state, effects = drain(add_children(state, plan, event.results))
     state, more = leave_for_slots(state, event.results)

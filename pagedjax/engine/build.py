@@ -2,17 +2,22 @@
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 
+from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import ConfigError
+from pagedjax.core.plan import Tier
 from pagedjax.engine.config import EngineConfig, resolve
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.tokenizer import load_tokenizer
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import kv_cache
+from pagedjax.runtime.pools import make_pools
 from pagedjax.runtime.runner import Runner
+from pagedjax.runtime.swap import Pool, max_staging_bytes
 from pagedjax.weights import load, store
 from pagedjax.weights.pack import PackedWeight, describe
 from pagedjax.weights.quantisation import WeightChoice, choose_layout
@@ -43,11 +48,19 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     weights: list[PackedWeight] = []
     model = load.load_model(path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append)
     report("load", 1, 1)
-    num_blocks = kv_cache.choose_num_blocks(config.runtime, config.scheduler(1), bytes_per_block)
+    pools = make_pools(config.runtime, bytes_per_block)
+    staging_bytes = max_staging_bytes(config.scheduler(1), bytes_per_block) if pools else 0
+    num_blocks = kv_cache.choose_num_blocks(
+        config.runtime, config.scheduler(1), bytes_per_block, spared_bytes=staging_bytes
+    )
     logger.info("event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks))
-    scheduler = config.scheduler(num_blocks)
-    runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype)
+    scheduler = with_tiers(config.scheduler(num_blocks), pools)
+    runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype, pools=pools)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
+    if pools:
+        costs = runner.measure_costs()
+        logger.info("event=measured %s", " ".join(f"{name}={value}" for name, value in costs._asdict().items()))
+        scheduler = replace(scheduler, **costs._asdict())
     # What is here now stays: later collections need not walk it, which cost a step a tenth of a millisecond.
     gc.collect()
     gc.freeze()
@@ -67,6 +80,14 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
         ).backend
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{error}; set --attention-backend") from error
+
+
+def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, Pool]) -> SchedulerConfig:
+    """The limits, with the blocks that the lower tiers have."""
+    num_blocks = {tier: pool.num_blocks for tier, pool in pools.items()}
+    return replace(
+        scheduler, num_host_blocks=num_blocks.get(Tier.HOST, 0), num_disk_blocks=num_blocks.get(Tier.DISK, 0)
+    )
 
 
 def chosen(

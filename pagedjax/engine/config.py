@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagedjax.core.config import PreemptionMode, PreemptionStrategy, SchedulerConfig, parse_weights
+from pagedjax.core.config import PreemptionMethod, PreemptionMode, PreemptionStrategy, SchedulerConfig, parse_weights
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.presets import PRESETS, Preset
 from pagedjax.models.config import ModelConfig
@@ -50,6 +50,9 @@ class EngineConfig:
     block_size: int = _option(16, "memory", "tokens in a KV block, a power of two")
     kv_cache_memory: float | None = _option(None, "memory", "GiB for the KV cache")
     num_gpu_blocks_override: int | None = _option(None, "memory", "number of KV blocks, instead of a size in GiB")
+    swap_space: float = _option(0.0, "memory", "GiB of host memory for the blocks of preempted sequences")
+    swap_space_disk: float = _option(0.0, "memory", "GiB on disk for those that the host has no room for")
+    swap_dir: str | None = _option(None, "memory", "where the disk's part lies, a file that leaves no trace")
     enable_prefix_caching: bool = _option(True, "memory", "share blocks between prompts with equal beginnings")
 
     max_num_seqs: int = _option(64, "scheduling", "most sequences that run at once")
@@ -63,6 +66,9 @@ class EngineConfig:
     enable_preemption: bool | None = _preset("interrupt running requests for others")
     preemption_mode: PreemptionMode | None = _preset("admit on the prompt (aggressive) or on the expected length")
     preemption_strategy: PreemptionStrategy | None = _preset("by priority alone, or with regard to tenants' shares")
+    preemption_method: PreemptionMethod = _option(
+        "auto", "preemption", "what becomes of a victim's blocks; auto takes the faster"
+    )
     time_slice: int | None = _preset("ms that a request runs before it must yield to a better rank")
     min_execution_chunk: int | None = _preset("tokens that a request computes before it must yield to a better rank")
     max_wait_s: float | None = _preset("seconds after which a waiting request goes before all others")
@@ -85,6 +91,8 @@ class EngineConfig:
         model_len = _or(self.max_model_len, 1)
         tokens = _or(self.max_num_batched_tokens, max(self.max_num_seqs, model_len))
         self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
+        if self.preemption_method == "swap" and not (self.swap_space or self.swap_space_disk):
+            raise ConfigError("preemption_method swap has nowhere to swap to; set --swap-space or --swap-space-disk")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in 0..2^63 - 1, not {self.seed}; set --seed")
 
@@ -105,6 +113,9 @@ class EngineConfig:
         return RuntimeConfig(
             kv_cache_memory=self.kv_cache_memory,
             num_gpu_blocks_override=self.num_gpu_blocks_override,
+            swap_space=self.swap_space,
+            swap_space_disk=self.swap_space_disk,
+            swap_dir=self.swap_dir,
             compilation_cache_dir=self.compilation_cache_dir,
             num_compile_threads=os.cpu_count() or 1,
         )
@@ -129,6 +140,7 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             async_scheduling=self.async_scheduling,
+            preemption_method=self.preemption_method,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
             tenant_weights=parse_weights(self.tenant_weights),
@@ -150,8 +162,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
             "lower --max-model-len"
         )
     enough_tokens = _max_num_batched_tokens(config, max_model_len, platform)
+    swap_dir = config.swap_dir or (str(home_directory() / "swap") if config.swap_space_disk else None)
     return replace(
         config,
+        swap_dir=swap_dir,
         dtype=_dtype(config.dtype, platform),
         max_model_len=max_model_len,
         max_num_batched_tokens=_or(config.max_num_batched_tokens, enough_tokens),

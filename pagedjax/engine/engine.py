@@ -6,55 +6,44 @@ step n + 1 is planned and dispatched before the ids of step n are read.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
-from pagedjax.core.prefix import hash_block, root_hash
+from pagedjax.core.prefix import root_hash
 from pagedjax.core.request import FinishReason, SamplingParams
 from pagedjax.core.scheduler import init, refusal, update
-from pagedjax.core.state import Aborted, Arrived, Effect, Event, Finish, Preempt, Reject, RunStep, StepDone, StepDue
+from pagedjax.core.state import (
+    Aborted,
+    Arrived,
+    Effect,
+    Event,
+    Finish,
+    Phase,
+    Preempt,
+    Reject,
+    RunStep,
+    StepDone,
+    StepDue,
+    SwapOut,
+)
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
+from pagedjax.engine.device import Device
+from pagedjax.engine.live import Group, Live, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, token_logprobs
 from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
-from pagedjax.runtime.results import StepHandle, StepResult
+from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.sampler import Scores
 
-
-@dataclass(slots=True)
-class _Live:
-    """A sequence that has not finished: what the shell must remember of it beside its tokens."""
-
-    sequence_id: int
-    index: int
-    group: "_Group"
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    detokenizer: Detokenizer
-    last_hash: bytes | None
-    num_sampled: int = 0
-    last_token_us: int = 0
-    started: bool = False
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class _Group:
-    """A request: its `n` sequences."""
-
-    submission: Submission
-    arrival_us: int
-    members: dict[int, _Live] = field(default_factory=dict)
-    num_cached_tokens: int | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+# How long to wait for a transfer when there is nothing else to do: new requests have to be looked at too.
+_IDLE_WAIT_S = 0.005
 
 
 class Engine:
@@ -75,9 +64,12 @@ class Engine:
         self.state = init(scheduler)
         self.metrics = EngineMetrics(lambda: self.state)
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
-        self._groups: dict[str, _Group] = {}
-        self._live: dict[int, _Live] = {}
-        self._handles: deque[StepHandle] = deque()
+        self._groups: dict[str, Group] = {}
+        self._live: dict[int, Live] = {}
+        self._device = Device(runner, self.metrics, self._now_us)
+        self._updates: list[Update] = []
+        self._decided_us: dict[int, int] = {}
+        self._switches_us: list[int] = []
         self._next_sequence_id = 0
         self._num_recompiles = runner.recompiles
 
@@ -123,7 +115,7 @@ class Engine:
         """Queue a request. Raises RequestError, and leaves nothing behind, if it can never run or the queue is full."""
         if request.request_id in self._groups:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        group = _Group(request, self._now_us())
+        group = Group(request, self._now_us())
         self._groups[request.request_id] = group
         try:
             for index in range(request.params.n):
@@ -145,33 +137,25 @@ class Engine:
         """Drop every request and wait for the steps in flight."""
         for request_id in list(self._groups):
             self.abort(request_id)
-        while self._handles:
+        while self._device.num_in_flight:
             self.step()
 
     def step(self) -> list[Update]:
         """Plan and dispatch what may be in flight, wait for the oldest step, and give what it brought.
 
-        What the device raises ends the engine: the cache is lost with it. Every later call raises too.
+        A step that fails costs its time. Raises EngineError, and ends the engine, if they keep failing.
         """
-        if len(self._handles) < len(self.state.in_flight):
-            raise EngineError("a step failed to start, and this engine cannot go on: make a new one")
+        if self._device.num_in_flight < len(self.state.in_flight):
+            raise EngineError("a step was broken off, or steps keep failing: this engine cannot go on, make a new one")
+        self._end_transfers()
         self._dispatch()
-        if not self._handles:
-            return []
-        started = time.perf_counter()
-        result = self.runner.collect(self._handles[0])
-        collected = time.perf_counter()
-        plan = self.state.in_flight[0]
-        now_us = self._now_us()
-        updates: list[Update] = []
-        results = tuple(self._take_row(row, result, place, now_us, updates) for place, row in enumerate(plan.rows))
-        processed = time.perf_counter()
-        self._handles.popleft()
-        self._send(StepDone(plan.plan_id, results, self._now_us()))
+        if self._device.num_in_flight:
+            self._collect()
+        else:
+            self._end_transfers(_IDLE_WAIT_S)
+        updates, self._updates = self._updates, []
         for failed in [u.request_id for u in updates if u.error is not None]:
             self.abort(failed)
-        self.metrics.generation_tokens.inc(sum(u.delta is not None for u in updates))
-        self._count_step(plan, wait=collected - started, process=processed - collected)
         return updates
 
     def _dispatch(self) -> None:
@@ -180,50 +164,110 @@ class Engine:
             started = time.perf_counter()
             self._send(StepDue(self._now_us()))
             self.metrics.step_time.labels("schedule").inc(time.perf_counter() - started)
+            for sequence in self.state.running:
+                if sequence.phase is Phase.YIELDING:
+                    self._decided_us.setdefault(sequence.sequence_id, self.state.now_us)
             if len(self.state.in_flight) == num_in_flight:
                 return
 
+    def _collect(self) -> None:
+        started = time.perf_counter()
+        result = self._device.collect()
+        if isinstance(result, Exception):
+            self._start_over(result)
+            return
+        collected = time.perf_counter()
+        plan = self.state.in_flight[0]
+        now_us = self._now_us()
+        results = tuple([self._take_row(row, result, place, now_us) for place, row in enumerate(plan.rows)])
+        self.metrics.generation_tokens.inc(sum([update.delta is not None for update in self._updates]))
+        processed = time.perf_counter()
+        self._send(StepDone(plan.plan_id, results, self._now_us()))
+        self._count_step(plan, wait=collected - started, process=processed - collected)
+
+    def _start_over(self, error: Exception) -> None:
+        """A step failed. Its sequences go on from their last token; one that fails alone too ends with an error."""
+        failed = self._device.fail(error)
+        for live in self._live.values():
+            if live.params.prompt_logprobs is not None and live.group.prompt_logprobs is not None:
+                # What the lost steps would have scored is to be scored again.
+                self.runner.tokens.get(live.sequence_id).num_scored = len(live.group.prompt_logprobs)
+        self._send(failed)
+
+    def _end_transfers(self, timeout_s: float = 0.0) -> None:
+        for event in self._device.ended_transfers(timeout_s):
+            self._send(event)
+
     def _send(self, event: Event) -> None:
         self.state, effects = update(self.state, event)
-        self._carry_out(effects)
+        if effects:
+            self._carry_out(effects)
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: tuple[Effect, ...]) -> None:
+        if any(isinstance(effect, Preempt) for effect in effects):
+            self._note_parked(effects)
         for effect in effects:
             match effect:
                 case RunStep(plan):
-                    self._run(plan)
-                case Preempt(sequence_id, num_lost_tokens):
-                    self.runner.release(sequence_id)
-                    self.metrics.preemptions.inc()
-                    self.metrics.recomputed_tokens.inc(num_lost_tokens)
-                case Finish(sequence_id):
+                    self._note_rows(plan)
+                    self._device.carry_out(effect)
+                case Preempt():
+                    self.runner.release(effect.sequence_id)
+                    self._note_preemption(effect)
+                case Finish(sequence_id, reason):
                     self.runner.release(sequence_id)
                     self.runner.tokens.drop(sequence_id)
-                    self._forget(self._live.pop(sequence_id))
+                    self._decided_us.pop(sequence_id, None)
+                    self._forget(self._live.pop(sequence_id), reason)
                 case Reject(sequence_id, code, message):
                     self.runner.tokens.drop(sequence_id)
                     self._forget(self._live.pop(sequence_id))
                     self.metrics.requests.labels("refused").inc()
                     raise RequestError(message, param="prompt", code=code)
+                case _:
+                    self._device.carry_out(effect)
 
-    def _forget(self, live: _Live) -> None:
-        group, request_id = live.group, live.group.submission.request_id
+    def _forget(self, live: Live, reason: FinishReason | None = None) -> None:
+        group, request_id = live.group, live.request_id
+        if reason is FinishReason.ERROR and not live.ended:
+            self.metrics.requests.labels("error").inc()
+            error = EngineError("the device failed at each step that ran this request")
+            self._updates.append(Update(request_id, None, error=error))
         del group.members[live.sequence_id]
         # An aborted request is gone from there, and another may have its id by now.
         if not group.members and self._groups.get(request_id) is group:
             del self._groups[request_id]
 
-    def _run(self, plan: StepPlan) -> None:
-        started = time.perf_counter()
+    def _note_parked(self, effects: tuple[Effect, ...]) -> None:
+        """Count the blocks of the preempted that lower tiers keep: those copied now, and those that had a copy."""
+        num_dirty = sum([len(effect.moves) for effect in effects if isinstance(effect, SwapOut)])
+        parked = [self.state.tiers.parked.get(e.sequence_id) for e in effects if isinstance(e, Preempt)]
+        num_kept = sum([len(one.copies) for one in parked if one is not None])
+        self.metrics.parked_blocks.labels("dirty").inc(num_dirty)
+        self.metrics.parked_blocks.labels("clean").inc(max(num_kept - num_dirty, 0))
+
+    def _note_preemption(self, effect: Preempt) -> None:
+        self._live[effect.sequence_id].is_running = False
+        self.metrics.preemptions.labels(effect.reason, effect.method).inc()
+        self.metrics.recomputed_tokens.inc(effect.num_lost_tokens)
+        decided_us = self._decided_us.pop(effect.sequence_id, self.state.now_us)
+        if effect.reason not in ("memory", "failure"):
+            self._switches_us.append(decided_us)
+
+    def _note_rows(self, plan: StepPlan) -> None:
+        """Count what starts or resumes with this step. Whoever does so profits from the oldest preemption by rank."""
         now_us = self._now_us()
         for row in plan.rows:
             live = self._live[row.sequence_id]
+            if live.is_running:
+                continue
+            live.is_running = True
+            if self._switches_us:
+                self.metrics.context_switch_time.observe((now_us - self._switches_us.pop(0)) / 1e6)
             if not live.started:
                 self._count_start(live, row, now_us)
-        self._handles.append(self.runner.dispatch(plan))
-        self.metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
 
-    def _count_start(self, live: _Live, row: Row, now_us: int) -> None:
+    def _count_start(self, live: Live, row: Row, now_us: int) -> None:
         """A sequence's first row starts behind what the prefix cache had of its prompt."""
         live.started = True
         group, prompt_len = live.group, len(live.group.submission.prompt_token_ids)
@@ -234,7 +278,7 @@ class Engine:
             self.metrics.queue_time.observe((now_us - group.arrival_us) / 1e6)
             self.metrics.prompt_tokens.inc(prompt_len)
 
-    def _add_sequence(self, group: _Group, index: int) -> None:
+    def _add_sequence(self, group: Group, index: int) -> None:
         request, sequence_id = group.submission, self._next_sequence_id
         self._next_sequence_id += 1
         params = request.params
@@ -243,7 +287,7 @@ class Engine:
         # Every prompt token must be computed to be scored, so such a sequence takes nothing from the prefix cache.
         hashes = request.block_hashes if params.prompt_logprobs is None else ()
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-        live = _Live(
+        live = Live(
             sequence_id,
             index,
             group,
@@ -273,7 +317,7 @@ class Engine:
             min_tokens=params.min_tokens,
         )
 
-    def _take_row(self, row: Row, result: StepResult, place: int, now_us: int, updates: list[Update]) -> RowResult:
+    def _take_row(self, row: Row, result: StepResult, place: int, now_us: int) -> RowResult:
         """One row's outcome: the token is appended, told to the caller and judged for a stop."""
         live = self._live[row.sequence_id]
         if live.ended:
@@ -284,47 +328,29 @@ class Engine:
             return RowResult(row.sequence_id, 0)
         token_id = int(result.ids[place])
         if result.faulty[place]:
-            return self._fail_row(live, updates)
+            return self._fail_row(live)
         self.runner.tokens.append(row.sequence_id, token_id)
-        live.num_sampled += 1
         delta = self._delta(live, token_id, result, place)
         self._observe_token(live, now_us)
-        updates.append(
-            Update(
-                live.group.submission.request_id,
-                delta,
-                live.group.num_cached_tokens or 0,
-                live.group.prompt_logprobs,
-            )
-        )
+        group = live.group
+        self._updates.append(Update(live.request_id, delta, group.num_cached_tokens or 0, group.prompt_logprobs))
         if delta.finish_reason is not None:
             live.ended = True
             self.metrics.requests.labels(delta.finish_reason).inc()
             self.metrics.e2e.observe((now_us - live.group.arrival_us) / 1e6)
-        return RowResult(row.sequence_id, 1, delta.finish_reason, self._new_hash(live))
+        named = new_hash(live, self.runner.tokens.get(row.sequence_id), self.state.config.block_size)
+        return RowResult(row.sequence_id, 1, delta.finish_reason, named)
 
-    def _delta(self, live: _Live, token_id: int, result: StepResult, place: int) -> Delta:
+    def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
         """The token as text and log-probabilities, and whether the sequence ends with it."""
-        params, finish = live.params, None
-        reason: int | str | None = None
-        is_stop = token_id in live.stop_ids and live.num_sampled > params.min_tokens
-        text = "" if is_stop and not params.include_stop_str_in_output else live.detokenizer.push((token_id,))
-        if is_stop:
-            finish = FinishReason.STOP
-            reason = token_id if token_id in (params.stop_token_ids or ()) else None
-        elif live.detokenizer.stopped is not None:
-            finish, reason = FinishReason.STOP, live.detokenizer.stopped
-        elif live.num_sampled == params.max_tokens:
-            finish = FinishReason.LENGTH
-        if finish is not None:
-            text += live.detokenizer.finish()
+        text, finish, reason = push(live, token_id)
         logprobs = None
-        if params.logprobs is not None:
+        if live.params.logprobs is not None:
             assert result.logprobs is not None
-            logprobs = (self._logprobs(result.logprobs, place, params.logprobs),)
+            logprobs = (self._logprobs(result.logprobs, place, live.params.logprobs),)
         return Delta(live.index, text, (token_id,), logprobs, finish and finish.value, reason)
 
-    def _take_prompt_logprobs(self, live: _Live, result: StepResult, place: int) -> None:
+    def _take_prompt_logprobs(self, live: Live, result: StepResult, place: int) -> None:
         found = result.prompt_logprobs.get(place)
         if found is None or live.group.prompt_logprobs is None:
             return
@@ -334,28 +360,16 @@ class Engine:
     def _logprobs(self, scores: Scores, i: int, num_top: int) -> TokenLogprobs:
         return token_logprobs(self.tokenizer, scores.ids[i], scores.logprobs[i], scores.ranks[i], num_top)
 
-    def _fail_row(self, live: _Live, updates: list[Update]) -> RowResult:
+    def _fail_row(self, live: Live) -> RowResult:
         """The logits were not finite: end this request, and only this one."""
         self.metrics.faulty_rows.inc()
         self.metrics.requests.labels("error").inc()
-        request_id = live.group.submission.request_id
         error = EngineError("the model gave logits that are not finite for this request")
-        updates.append(Update(request_id, None, error=error))
+        self._updates.append(Update(live.request_id, None, error=error))
         live.ended = True
         return RowResult(live.sequence_id, 0, FinishReason.ABORT)
 
-    def _new_hash(self, live: _Live) -> tuple[bytes, ...]:
-        """The name of the block that the newest token completes, if it completes one."""
-        if live.last_hash is None:
-            return ()
-        entry, block_size = self.runner.tokens.get(live.sequence_id), self.state.config.block_size
-        if entry.length % block_size:
-            return ()
-        block = entry.ids[entry.length - block_size : entry.length]
-        live.last_hash = hash_block(live.last_hash, block.astype("<i4").tobytes())
-        return (live.last_hash,)
-
-    def _observe_token(self, live: _Live, now_us: int) -> None:
+    def _observe_token(self, live: Live, now_us: int) -> None:
         if live.num_sampled == 1:
             self.metrics.ttft.observe((now_us - live.group.arrival_us) / 1e6)
         else:

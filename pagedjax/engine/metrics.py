@@ -10,10 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from pagedjax.core.plan import Tier
 from pagedjax.core.state import State
+from pagedjax.core.tiers import pool_of
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+_SWITCH_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -30,15 +33,27 @@ class EngineMetrics:
         self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled and kept.")
         self.cached_tokens = self._counter("pagedjax_prefix_cache_hit_tokens", "Tokens taken from the prefix cache.")
         self.queried_tokens = self._counter("pagedjax_prefix_cache_query_tokens", "Prompt tokens looked up in it.")
-        self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions, by recomputation.")
+        self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions.", "reason", "method")
         self.recomputed_tokens = self._counter("pagedjax_recomputed_tokens", "Tokens lost to preemptions.")
+        self.swap_bytes = self._counter("pagedjax_swap_bytes", "Moved between tiers.", "tier", "direction")
+        self.parked_blocks = self._counter("pagedjax_parked_blocks", "Kept in a lower tier, copied or not.", "copy")
+        self.swap_failures = self._counter("pagedjax_swap_failures", "Transfers that failed.", "tier", "direction")
         self.discarded_tokens = self._counter("pagedjax_discarded_tokens", "Sampled behind a late stop or abort.")
         self.faulty_rows = self._counter("pagedjax_faulty_rows", "Rows whose logits were not finite.")
         self.recompiles = self._counter("pagedjax_recompiles", "Programs compiled after warm-up.")
+        self.step_failures = self._counter("pagedjax_step_failures", "Steps that lost the device's cache.")
         self.steps = self._counter("pagedjax_steps", "Steps done.")
         self.step_tokens = self._histogram("pagedjax_step_tokens", "Tokens in a step.", _TOKENS)
         self.step_time = self._counter("pagedjax_step_time_seconds", "Time of the step loop, by phase.", "phase")
         self.queue_time = self._histogram("pagedjax_request_wait_time_seconds", "Arrival to first step.", _LATENCY_S)
+        self.state_save_time = self._histogram(
+            "pagedjax_state_save_time_seconds", "Blocks gathered to blocks in their tier.", _SWITCH_S
+        )
+        self.context_switch_time = self._histogram(
+            "pagedjax_context_switch_time_seconds",
+            "Decision to preempt by rank to another's first row.",
+            _SWITCH_S,
+        )
         self.ttft = self._histogram("pagedjax_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S)
         self.itl = self._histogram("pagedjax_inter_token_latency_seconds", "Between tokens of a sequence.", _TOKEN_S)
         self.e2e = self._histogram("pagedjax_request_latency_seconds", "Arrival to last token.", _LATENCY_S)
@@ -58,17 +73,21 @@ class _StateGauges(Collector):
         state = self._state()
         if state is None:
             return
-        pool = state.pool
         yield GaugeMetricFamily("pagedjax_requests_waiting", "Sequences in line.", len(state.waiting))
         yield GaugeMetricFamily("pagedjax_waiting_tokens", "Tokens of sequences in line.", state.waiting.num_tokens)
         yield GaugeMetricFamily("pagedjax_requests_running", "Sequences running.", len(state.running))
         yield GaugeMetricFamily("pagedjax_steps_in_flight", "Steps planned and not done.", len(state.in_flight))
-        blocks = GaugeMetricFamily("pagedjax_kv_blocks", "KV blocks by state.", labels=["state"])
-        for name, count in (("held", pool.counts), ("idle", pool.idle), ("clean", pool.clean)):
-            blocks.add_metric([name], len(count))
+        yield GaugeMetricFamily("pagedjax_transfers_in_flight", "Swaps under way.", len(state.tiers.transfers))
+        blocks = GaugeMetricFamily("pagedjax_kv_blocks", "KV blocks by tier and state.", labels=["tier", "state"])
+        usage = GaugeMetricFamily("pagedjax_kv_cache_usage_ratio", "Share of the tier that is held.", labels=["tier"])
+        for tier in Tier:
+            pool = state.pool if tier is Tier.DEVICE else pool_of(state.tiers, tier)
+            if pool.num_blocks:
+                for name, count in (("held", pool.counts), ("idle", pool.idle), ("clean", pool.clean)):
+                    blocks.add_metric([tier, name], len(count))
+                usage.add_metric([tier], len(pool.counts) / pool.num_blocks)
         yield blocks
-        usage = len(pool.counts) / pool.num_blocks
-        yield GaugeMetricFamily("pagedjax_kv_cache_usage_ratio", "Share of the KV blocks that is held.", usage)
+        yield usage
 
 
 class _DeviceMemory(Collector):

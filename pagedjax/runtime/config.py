@@ -17,10 +17,14 @@ _MIN_LARGEST_ROWS = 16  # prompt log-probabilities run the head on this many row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """What the runtime adds to SchedulerConfig. `kv_cache_memory` is in GiB; None means automatic."""
+    """What the runtime adds to SchedulerConfig. `kv_cache_memory`, `swap_space` and `swap_space_disk` are in GiB; None
+    means automatic. `swap_dir` holds the disk's part."""
 
     kv_cache_memory: float | None = None
     num_gpu_blocks_override: int | None = None
+    swap_space: float = 0.0
+    swap_space_disk: float = 0.0
+    swap_dir: str | None = None
     compilation_cache_dir: str | None = None
     num_compile_threads: int = 2
 
@@ -32,6 +36,13 @@ class RuntimeConfig:
                 f"num_gpu_blocks_override must be at least 1, not {self.num_gpu_blocks_override}; "
                 "set --num-gpu-blocks-override"
             )
+        for name in ("swap_space", "swap_space_disk"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} must be 0 GiB or more, not {getattr(self, name)}; set --{name.replace('_', '-')}"
+                )
+        if self.swap_dir is not None and not self.swap_space_disk:
+            raise ConfigError("swap_dir is of no use without space on the disk; set --swap-space-disk")
         if self.num_compile_threads < 1:
             raise ConfigError(f"num_compile_threads must be at least 1, not {self.num_compile_threads}")
 

@@ -23,8 +23,11 @@ def block_bytes(model: ModelConfig, backend: AttentionBackend, block_size: int, 
     return model.num_layers * backend.block_bytes(block_size, model.num_kv_heads, model.head_dim, dtype)
 
 
-def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_per_block: int) -> int:
-    """The number of blocks to allocate. `scheduler.num_blocks` plays no part.
+def choose_num_blocks(
+    runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_per_block: int, *, spared_bytes: int = 0
+) -> int:
+    """The number of blocks to allocate. `scheduler.num_blocks` plays no part. An automatic size spares `spared_bytes`
+    for what else the device must hold.
 
     --num-gpu-blocks-override is taken as it is; --kv-cache-memory, or by default a share of the memory that is free
     now, must hold one sequence of max_model_len. An automatic size never exceeds what max_num_seqs sequences of
@@ -38,7 +41,7 @@ def choose_num_blocks(runtime: RuntimeConfig, scheduler: SchedulerConfig, bytes_
         num_bytes = runtime.kv_cache_memory * GIB
         num_blocks = int(num_bytes // bytes_per_block)
     else:
-        num_bytes = automatic_bytes()
+        num_bytes = max(automatic_bytes() - spared_bytes, 0)
         num_blocks = _steady(int(num_bytes // bytes_per_block), sequence_blocks)
         num_blocks = min(num_blocks, scheduler.max_num_seqs * sequence_blocks)
     if num_blocks < sequence_blocks:

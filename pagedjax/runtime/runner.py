@@ -7,15 +7,17 @@ Sampled ids stay on the device in `last_ids`, one a slot, where the next step re
 that leave it or return do so through staging arrays (`copies`, `swap`).
 """
 
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.errors import ConfigError
 from pagedjax.core.plan import StepPlan, Tier
 from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.models.config import ModelConfig
@@ -31,6 +33,16 @@ from pagedjax.runtime.swap import Completion, Pool, Transfers
 from pagedjax.runtime.tokens import TokenTable
 from pallas_kernels import block_copy
 from pallas_kernels.ragged_attention import AttentionBackend
+
+_MEASURED_BLOCKS, _NUM_MEASUREMENTS = 16, 3
+_MEASURING_S = 60.0
+
+
+class Costs(NamedTuple):
+    """Microseconds, as SchedulerConfig wants them."""
+
+    swap_us_per_block: int
+    recompute_us_per_token: int
 
 
 class Runner:
@@ -70,8 +82,9 @@ class Runner:
         row = block_copy.staging_for(self._caches, 1)
         block_bytes = row.size * row.dtype.itemsize
         self._copy_sizes = swap.copy_sizes(block_bytes, scheduler.num_blocks)
-        most = swap.max_staging_bytes(num_blocks_for(scheduler.max_model_len, scheduler.block_size), block_bytes)
+        most = swap.max_staging_bytes(scheduler, block_bytes)
         self._transfers = Transfers(pools, row, self._copy_sizes, most)
+        self._pools = pools
 
     def reset(self) -> None:
         """Start with an empty cache and free slots, as after a step that failed and took the donated cache with it.
@@ -93,10 +106,21 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program. `progress(done, total, label)` is called after each, in this thread."""
         todo = programs.jobs(self._parts, self.shapes, self._caches, self._num_slots, self._config, self._dtype)
-        swaps = self._transfers.has_pools
-        todo += copies.jobs(self._caches, self._copies, self._copy_sizes, swaps=swaps)
+        todo += copies.jobs(self._caches, self._copies, self._copy_sizes, swaps=bool(self._pools))
         self.programs.compile(todo, self._runtime.num_compile_threads, progress)
         self._warm_compiles = compiles.num_compiles()
+
+    def measure_costs(self) -> Costs:
+        """What it costs to move a block to or from the nearest lower tier and to compute a token, in a large step.
+
+        To be called between `warm_up` and the first plan: it writes to the tier.
+        """
+        tier = next(iter(self._pools))
+        num_blocks = min(_MEASURED_BLOCKS, self._pools[tier].num_blocks, self._scheduler.num_blocks)
+        swap_s = min(self._time_swap(tier, num_blocks) for _ in range(_NUM_MEASUREMENTS)) / (2 * num_blocks)
+        size = self.shapes.token_sizes[-1]
+        step_s = min(self._time_step(size) for _ in range(_NUM_MEASUREMENTS)) / size
+        return Costs(max(round(swap_s * 1e6), 1), max(round(step_s * 1e6), 1))
 
     @property
     def recompiles(self) -> int:
@@ -175,6 +199,29 @@ class Runner:
     def staging_bytes(self) -> int:
         """Bytes of blocks under way between the cache and lower tiers."""
         return self._transfers.staging_bytes
+
+    def _time_swap(self, tier: Tier, num_blocks: int) -> float:
+        """Seconds for blocks to go out and come back."""
+        block_ids = tuple(range(num_blocks))
+        pairs = tuple(zip(block_ids, block_ids))
+        started = time.perf_counter()
+        for effect in (SwapOut(-1, tier, pairs), Fetch(-2, tier, block_ids)):
+            (self.swap_out if isinstance(effect, SwapOut) else self.fetch)(effect)
+            for ended in self.poll_transfers(_MEASURING_S):
+                if ended.error is not None:
+                    raise ConfigError(f"the {tier} tier does not work: {ended.error}; set --swap-space or --swap-dir")
+        self._caches = copies.scatter(self.programs, self._caches, self._transfers.take(-2), pairs)
+        jax.block_until_ready(self._caches)
+        return time.perf_counter() - started
+
+    def _time_step(self, size: int) -> float:
+        """Seconds for the forward of a step of `size` tokens without context; padding, so that nothing is written."""
+        inputs = np.zeros(batches.packed_size(self.shapes, size), np.int32)
+        batches.split(inputs, self.shapes, size).slots[:] = -1
+        started = time.perf_counter()
+        *_, self._caches = self.programs["step", size](self._parts.forward_leaves, self._caches, self._last_ids, inputs)
+        jax.block_until_ready(self._caches)
+        return time.perf_counter() - started
 
     def _take_slots(self, plan: StepPlan) -> None:
         sequence_ids = tuple(row.sequence_id for row in plan.rows)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import Tier
 
@@ -26,6 +27,9 @@ _LEAST_STAGING_BYTES = 64 * 2**20
 
 class Pool(Protocol):
     """A lower tier's blocks, [block_bytes] uint8. Both raise OSError for one that cannot be kept or was not."""
+
+    @property
+    def num_blocks(self) -> int: ...
 
     def write(self, block_id: int, block: np.ndarray) -> None: ...
 
@@ -81,34 +85,31 @@ def split_sizes(num_blocks: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     return pieces
 
 
-def max_staging_bytes(num_blocks: int, block_bytes: int) -> int:
-    """The most that staging takes each way, where the longest sequence has `num_blocks` blocks: two such, padded."""
-    return max(4 * num_blocks * block_bytes, _LEAST_STAGING_BYTES)
+def max_staging_bytes(scheduler: SchedulerConfig, block_bytes: int) -> int:
+    """The most that staging takes, in and out: room for two of the longest sequences each way, and for padding."""
+    num_blocks = num_blocks_for(scheduler.max_model_len, scheduler.block_size)
+    return 2 * max(4 * num_blocks * block_bytes, _LEAST_STAGING_BYTES)
 
 
 class Transfers:
     """What is on its way. One thread, the engine's, calls it.
 
-    `row` is the shape [1, words] of one staged block. Each way, at most `max_staging_bytes` are staged at once (or one
-    transfer): a fetch waits for its turn, and a swap-out, whose blocks are about to be overwritten, fails at once. What
-    it would have saved can be computed again.
+    `row` is the shape [1, words] of one staged block. Each way, at most half of `max_staging_bytes` is staged at once
+    (or one transfer): a fetch waits for its turn, and a swap-out, whose blocks are about to be overwritten, fails at
+    once. What it would have saved can be computed again.
     """
 
     def __init__(
         self, pools: Mapping[Tier, Pool], row: jax.ShapeDtypeStruct, sizes: Sequence[int], max_staging_bytes: int
     ) -> None:
         self._pools, self._row, self._sizes = pools, row, tuple(sizes)
-        self._max_staging_bytes = max_staging_bytes
+        self._max_each_way = max_staging_bytes // 2
         self._workers = {tier: ThreadPoolExecutor(1, thread_name_prefix=f"swap-{tier}") for tier in pools}
         self._ended: _Ended = queue.SimpleQueue()
         self._live: dict[int, _Transfer] = {}
         self._delayed: deque[_Transfer] = deque()
         self._fetched: dict[int, list[Piece]] = {}
         self._staged_out = self._staged_in = 0
-
-    @property
-    def has_pools(self) -> bool:
-        return bool(self._pools)
 
     def __len__(self) -> int:
         """Transfers whose end has not been polled."""
@@ -202,7 +203,7 @@ class Transfers:
         return Completion(transfer.transfer_id, transfer.tier, transfer.is_fetch, num_bytes, duration_s, error)
 
     def _fits(self, staged: int, more: int) -> bool:
-        return not staged or staged + more <= self._max_staging_bytes
+        return not staged or staged + more <= self._max_each_way
 
     @property
     def _row_bytes(self) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.block_copy import reference
 from pallas_kernels.block_copy.interface import CopyBackend, from_words, is_real, num_words, staging_for, to_words
 
 
@@ -46,9 +47,10 @@ def scatter(caches: Any, staging: jax.Array, block_ids: jax.Array) -> Any:
 
 
 def copy(caches: Any, sources: jax.Array, targets: jax.Array) -> Any:
-    """See `CopyBackend`. Goes through a staging array, so that a target may be another's source."""
-    targets = jnp.where(is_real(sources, caches), targets, -1)
-    return scatter(caches, gather(caches, sources), targets)
+    """See `CopyBackend`. By indexing: as fast within the cache, and compiled in a tenth of the time."""
+    if sources.shape[0] == 1:  # XLA turns a scatter of one row into a slice update that copies the cache
+        sources, targets = (jnp.concatenate([ids, jnp.full_like(ids, -1)]) for ids in (sources, targets))
+    return reference.copy(caches, sources, targets)
 
 
 def _each(real: jax.Array, move: Callable[..., Any], carry: Any) -> Any:

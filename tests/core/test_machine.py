@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from pagedjax.core.policy import order_of
+from pagedjax.core.policy import STAYS, order_of
 from pagedjax.core.state import Phase
+from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from pagedjax.core.waiting import in_rank_order
 from tests.core.world import World, random_change
 
@@ -28,6 +29,10 @@ LIMITS = st.fixed_dictionaries(
         "min_execution_chunk": st.sampled_from([0, 3]),
         "max_wait_s": st.sampled_from([0.02, 60.0]),
         "preemption_mode": st.sampled_from(["aggressive", "conservative"]),
+        "preemption_method": st.sampled_from(["swap", "swap", "auto", "recompute"]),
+        "num_host_blocks": st.sampled_from([0, 3, 20]),
+        "num_disk_blocks": st.sampled_from([0, 4]),
+        "fork_every": st.sampled_from([0, 2]),
     }
 )
 
@@ -40,10 +45,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world = World(**limits)
 
     @rule(
-        shared=st.integers(0, 8), own=st.lists(st.integers(0, 1), min_size=1, max_size=5), max_tokens=st.integers(1, 9)
+        shared=st.integers(0, 8),
+        own=st.lists(st.integers(0, 1), min_size=1, max_size=5),
+        max_tokens=st.integers(1, 9),
+        named=st.booleans(),
+        beam=st.booleans(),
     )
-    def arrive(self, shared, own, max_tokens):
-        self.world.arrive([7] * shared + own, max_tokens)
+    def arrive(self, shared, own, max_tokens, named, beam):
+        self.world.arrive([7] * shared + own, max_tokens, named=named, beam=beam)
+
+    @precondition(lambda self: self.world.tokens)
+    @rule(which=st.integers(0, 30), num_samples=st.integers(1, 3))
+    def arrive_as_forks(self, which, num_samples):
+        parent = which % len(self.world.tokens)
+        for _ in range(num_samples):
+            self.world.arrive_as_fork(parent)
 
     @rule(
         priority=st.integers(-2, 2),
@@ -75,13 +91,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.done()
         self.check_progress(top)
 
+    @precondition(lambda self: self.world.state.tiers.transfers)
+    @rule(which=st.integers(0, 5), ok=st.sampled_from([True, True, True, False]))
+    def transfer_done(self, which, ok):
+        under_way = sorted(self.world.state.tiers.transfers)
+        self.world.transfer(under_way[which % len(under_way)], ok=ok)
+
+    @precondition(lambda self: self.world.state.in_flight)
+    @rule(suspects=st.lists(st.integers(0, 30), max_size=2))
+    def step_failed(self, suspects):
+        self.world.fail(*suspects)
+
     def best_ranked(self):
         """The best-ranked sequence that still runs, unless somebody in line is of a better grade."""
         state = self.world.state
         order = order_of(replace(state, now_us=state.now_us + self.world.tick_us), {})
-        top = min((s for s in state.running if s.phase is Phase.RUNNING), key=order.running, default=None)
+        top = min((s for s in state.running if s.phase in STAYS), key=order.running, default=None)
         waiters = map(order.grade_in_line, in_rank_order(state.waiting))
-        return None if top is None or min(waiters, default=(True,)) < order.grade(top) else top.sequence_id
+        if top is None or top.phase is Phase.FETCHING:
+            return None
+        return None if min(waiters, default=(True,)) < order.grade(top) else top.sequence_id
 
     def check_progress(self, top):
         sequence = None if top is None else self.world.sequence(top)
@@ -97,6 +126,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.world.state.pool
         assert len(self.world.finished) + len(self.world.rejected) == len(self.world.tokens)
         assert pool.num_free == pool.num_blocks
+        tiers = self.world.state.tiers
+        assert all(pool_of(tiers, tier).num_free == pool_of(tiers, tier).num_blocks for tier in LOWER_TIERS)
+        assert not tiers.parked and not tiers.transfers and not tiers.landing
         assert not self.world.state.pending
 
 

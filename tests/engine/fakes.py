@@ -1,19 +1,23 @@
 """A device and a vocabulary simple enough to reason about: 64 tokens, the next token follows from the last one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pagedjax.core.plan import StepPlan
+from pagedjax.core.plan import StepPlan, Tier
+from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.runtime.results import StepResult
+from pagedjax.runtime.swap import Completion
 from pagedjax.runtime.tokens import TokenTable
 
 VOCAB_SIZE = 64
 EOS = 63
 POISON = 40  # a prompt that begins with it makes logits that are not finite
+CRASH = 41  # a prompt that begins with it makes each of its steps fail
 
 
 class LetterTokenizer:
@@ -44,50 +48,123 @@ class LetterTokenizer:
 class CountingRunner:
     """The next token is the last one plus one, so "a" goes on "bcdef…" and "0123456789 " ends with EOS.
 
-    Ids are worked out at dispatch, as on a device: from the row's own history, sampled tokens in flight included.
+    Blocks hold the tokens that were computed into them, and a row reads its context from its blocks: who loses,
+    overwrites or mixes up a block gets a wrong output. Ids are worked out at dispatch, as on a device.
+
+    Faults: `fail_at_plan` cannot start; from `die_at_plan` on nothing does, an empty cache neither; steps with a
+    sequence whose prompt begins with CRASH fail when collected. Transfers end at the `transfer_polls`-th poll, those of
+    which `fails_transfer` says so badly.
     """
 
     recompiles = 0
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, block_size: int = 4) -> None:
         self.tokens = TokenTable()
-        self.num_slots, self.slots = num_slots, set()
-        self.history: dict[int, list[int]] = {}
+        self.num_slots, self.block_size, self.slots = num_slots, block_size, set()
         self.fail_at_plan: int | None = None
+        self.die_at_plan: int | None = None
+        self.is_dead = False
+        self.transfer_polls = 1
+        self.fails_transfer: Callable[[int], bool] = lambda transfer_id: False
+        self.num_resets = 0
+        self.lower: dict[tuple[Tier, int], dict[int, int]] = {}
+        self._under_way: dict[int, tuple[int, Fetch | SwapOut, list[dict[int, int]]]] = {}
+        self.staged: dict[int, list[dict[int, int]]] = {}
+        self.reset()
 
-    def dispatch(self, plan: StepPlan) -> StepResult:
-        if plan.plan_id == self.fail_at_plan:
+    def reset(self) -> None:
+        if self.is_dead:
+            raise RuntimeError("the device is gone")
+        self.blocks: dict[int, dict[int, int]] = {}  # block -> offset -> token
+        self.sampled: dict[int, tuple[int, int]] = {}  # sequence -> position and value of its newest token
+        self.slots.clear()
+        self.num_resets += 1
+
+    def dispatch(self, plan: StepPlan) -> StepResult | Exception:
+        self.is_dead = self.die_at_plan is not None and plan.plan_id >= self.die_at_plan
+        if self.is_dead or plan.plan_id == self.fail_at_plan:
+            for scatter in plan.scatters:
+                self.staged.pop(scatter.transfer_id)
             raise RuntimeError("the device fell over")
+        for scatter in plan.scatters:
+            staged = self.staged.pop(scatter.transfer_id)
+            self.blocks |= {block_id: dict(staged[index]) for index, block_id in scatter.pairs}
         self.slots |= {row.sequence_id for row in plan.rows}
         assert len(self.slots) <= self.num_slots
-        ids = np.array([self._sample(row) for row in plan.rows], np.int32)
+        crashes = any(self.tokens.get(row.sequence_id).ids[0] == CRASH for row in plan.rows)
+        ids = np.array([self._run(row) for row in plan.rows], np.int32)
         faulty = np.array([row.samples for row in plan.rows]) & (ids < 0)
-        return StepResult(plan.plan_id, ids, faulty, None, {})
+        result = StepResult(plan.plan_id, ids, faulty, None, {})
+        return RuntimeError("the step crashed") if crashes else result
 
-    def collect(self, handle: StepResult) -> StepResult:
+    def collect(self, handle: StepResult | Exception) -> StepResult:
+        if isinstance(handle, Exception):
+            raise handle
         return handle
 
     def release(self, sequence_id: int) -> None:
-        self.history.pop(sequence_id, None)
+        self.sampled.pop(sequence_id, None)
         self.slots.discard(sequence_id)
 
-    def _sample(self, row) -> int:
+    def copy_blocks(self, effect: CopyBlocks) -> None:
+        self.blocks |= {target: dict(self.blocks[source]) for source, target in effect.pairs}
+
+    def swap_out(self, effect: SwapOut) -> None:
+        gathered = [dict(self.blocks.get(block_id, {})) for block_id, _ in effect.moves]
+        self._under_way[effect.transfer_id] = self.transfer_polls, effect, gathered
+
+    def fetch(self, effect: Fetch) -> None:
+        self._under_way[effect.transfer_id] = self.transfer_polls, effect, []
+
+    def discard(self, effect: Discard) -> None:
+        del self.staged[effect.transfer_id]
+
+    def poll_transfers(self, timeout_s: float = 0.0) -> list[Completion]:
+        self._under_way = {i: (left - 1, *rest) for i, (left, *rest) in self._under_way.items()}
+        return [self._end(i) for i, (left, *_) in list(self._under_way.items()) if left <= 0]
+
+    def _end(self, transfer_id: int) -> Completion:
+        _, effect, gathered = self._under_way.pop(transfer_id)
+        error = "the disk fell over" if self.fails_transfer(transfer_id) else None
+        is_fetch = isinstance(effect, Fetch)
+        if is_fetch and error is None:
+            self.staged[transfer_id] = [self.lower[effect.tier, block_id] for block_id in effect.block_ids]
+        elif error is None:
+            self.lower |= {(effect.tier, target): x for (_, target), x in zip(effect.moves, gathered)}
+        return Completion(transfer_id, effect.tier, is_fetch, 1, 0.001, error)
+
+    def _run(self, row) -> int:
+        """Write the row's tokens to its blocks, read its context from them, and sample."""
+        known = self.tokens.tokens(row.sequence_id).tolist()
+        end = row.start + row.length
+        for position in range(row.start, end):
+            index, offset = divmod(position, self.block_size)
+            block = self.blocks.setdefault(row.blocks[index], {})
+            if position < len(known):
+                token = known[position]
+            else:
+                at, token = self.sampled[row.sequence_id]
+                assert at == position
+            if row.writes:
+                block[offset] = token
         if not row.samples:
             return -1
-        known = list(self.tokens.tokens(row.sequence_id))
-        ahead = self.history.get(row.sequence_id, [])
-        context = ahead if len(ahead) == row.start + row.length else known
-        assert len(context) == row.start + row.length
+        context = [self.blocks[row.blocks[i // self.block_size]][i % self.block_size] for i in range(end)]
+        assert context[: len(known)] == known[:end]
         sampled = -1 if context[0] == POISON else (context[-1] + 1) % VOCAB_SIZE
-        self.history[row.sequence_id] = [*context, sampled]
+        self.sampled[row.sequence_id] = end, sampled
         return sampled
 
 
-def make_engine(**options) -> Engine:
+def make_engine(
+    *, num_host_blocks: int = 0, num_disk_blocks: int = 0, preemption_method: str = "auto", **options
+) -> Engine:
     limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = EngineConfig(model="counting", **{**limits, "num_gpu_blocks_override": 64, **options})
-    runner = CountingRunner(num_slots=config.max_num_seqs)
-    return Engine(config, config.scheduler(config.num_gpu_blocks_override), runner, LetterTokenizer())
+    tiers = {"num_host_blocks": num_host_blocks, "num_disk_blocks": num_disk_blocks}
+    scheduler = replace(config.scheduler(config.num_gpu_blocks_override), **tiers, preemption_method=preemption_method)
+    runner = CountingRunner(num_slots=config.max_num_seqs, block_size=config.block_size)
+    return Engine(config, scheduler, runner, LetterTokenizer())
 
 
 def texts(engine: Engine, requests: Sequence) -> list[str]:
@@ -100,3 +177,10 @@ def texts(engine: Engine, requests: Sequence) -> list[str]:
             key = update.request_id, update.delta.index
             found[key] = found.get(key, "") + update.delta.text
     return [found[key] for key in sorted(found)]
+
+
+def num_preemptions(engine, **labels) -> int:
+    """Those with these labels."""
+    (family,) = engine.metrics.preemptions.collect()
+    samples = [sample for sample in family.samples if sample.name.endswith("_total")]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())

@@ -77,9 +77,18 @@ def test_of_several_requests_all_are_queued_or_none():
     assert with_engine(scenario) == (True, ["defgh", "DEFGH"])
 
 
-def test_a_failing_step_ends_every_stream_with_our_error_and_the_engine_says_so():
+def test_a_failing_step_is_not_noticed():
     async def scenario(engine):
         engine._engine.runner.fail_at_plan = 2
+        texts = await asyncio.gather(*(text(engine.submit("abc", PARAMS)) for _ in range(3)))
+        return texts, engine.is_alive()
+
+    assert with_engine(scenario) == (["defgh"] * 3, True)
+
+
+def test_a_lost_device_ends_every_stream_with_our_error_and_the_engine_says_so():
+    async def scenario(engine):
+        engine._engine.runner.die_at_plan = 2
         streams = [engine.submit("abc", PARAMS) for _ in range(3)]
         outcomes = await asyncio.gather(*(text(stream) for stream in streams), return_exceptions=True)
         with pytest.raises(EngineError):

@@ -23,6 +23,11 @@ from tests.runtime.tiny import CONFIG
         ({"quantization": "fp8"}, "--quantization"),
         ({"kv_cache_memory": 0.0}, "--kv-cache-memory"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override"),
+        ({"swap_space": -0.5}, "--swap-space"),
+        ({"swap_space_disk": float("inf")}, "--swap-space-disk"),
+        ({"swap_dir": "/tmp"}, "--swap-space-disk"),
+        ({"preemption_method": "swap"}, "--swap-space"),
+        ({"preemption_method": "drop"}, "--preemption-method"),
         ({"seed": -1}, "--seed"),
         ({"max_queued_requests": 0}, "--max-queued-requests"),
     ],
@@ -36,9 +41,23 @@ def test_a_value_out_of_range_is_refused_with_its_flag(fields, flag):
 def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
     resolved = resolve(EngineConfig(), CONFIG, platform=platform)
     automatic = {f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")}
-    pool = {"kv_cache_memory", "num_gpu_blocks_override"}
-    assert automatic <= pool | {"served_model_name", "quantization", "attention_backend"}
+    assert automatic <= {
+        "served_model_name",
+        "quantization",
+        "kv_cache_memory",
+        "num_gpu_blocks_override",
+        "attention_backend",
+        "swap_dir",
+        "preemption_method",
+    }
     assert resolved.max_model_len == CONFIG.max_position_embeddings
+
+
+def test_a_disks_part_goes_to_the_models_folder_unless_told(monkeypatch):
+    monkeypatch.setenv("PAGEDJAX_HOME", "/there")
+    assert resolve(EngineConfig(swap_space_disk=1.0), CONFIG, platform="cpu").swap_dir == "/there/swap"
+    chosen = EngineConfig(swap_space_disk=1.0, swap_dir="/elsewhere")
+    assert resolve(chosen, CONFIG, platform="cpu").swap_dir == "/elsewhere"
 
 
 def test_resolve_keeps_what_was_chosen():

@@ -9,7 +9,7 @@ from pagedjax.core.invariants import check
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.state import Phase
 from pagedjax.engine.outputs import EngineError, add_update, empty_output
-from tests.engine.fakes import EOS, POISON, make_engine, texts
+from tests.engine.fakes import EOS, POISON, make_engine, num_preemptions, texts
 
 
 def params(**fields) -> SamplingParams:
@@ -32,7 +32,8 @@ def assert_nothing_is_left(engine) -> None:
     check(engine.state)
     assert not engine.state.running and not engine.state.waiting.places and not engine.state.in_flight
     assert not engine.state.pool.counts and not engine.state.pending
-    assert not engine.runner.history and not engine.runner.slots and len(engine.runner.tokens) == 0
+    assert not engine.runner.sampled and not engine.runner.slots and len(engine.runner.tokens) == 0
+    assert not engine.runner.staged
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
@@ -91,7 +92,7 @@ def test_many_requests_at_once_give_what_each_gives_alone():
     requests = [engine.prepare(p, params(max_tokens=12), request_id=f"{i:02}") for i, p in enumerate(prompts)]
     alone = [run(make_engine(), p, params(max_tokens=12)).outputs[0].text for p in prompts]
     assert texts(engine, requests) == alone
-    assert engine.metrics.preemptions._value.get() > 0
+    assert num_preemptions(engine) > 0
     assert_nothing_is_left(engine)
 
 
@@ -124,7 +125,7 @@ def test_arrivals_aborts_faults_and_preemptions_in_any_order_leave_nothing(seed)
         check(engine.state)
     while engine.has_work:
         engine.step()
-    assert engine.metrics.preemptions._value.get() > 0
+    assert num_preemptions(engine) > 0
     assert_nothing_is_left(engine)
 
 
@@ -168,15 +169,57 @@ def test_blocks_of_a_failed_row_are_not_shared():
     assert_nothing_is_left(engine)
 
 
-def test_an_engine_whose_step_failed_says_so_ever_after():
+def test_an_engine_whose_step_failed_goes_on():
     engine = make_engine()
     engine.runner.fail_at_plan = 1
-    engine.add(engine.prepare("abc", params(), request_id="r"))
-    with pytest.raises(RuntimeError, match="the device fell over"):
-        engine.step()
+    assert run(engine, "abc").outputs[0].text == "defgh"
+    assert engine.runner.num_resets == 2
+    assert_nothing_is_left(engine)
+
+
+def test_a_device_that_fails_every_step_ends_the_engine():
+    engine = make_engine()
+    engine.runner.dispatch = broken
+    for i in range(40):
+        engine.add(engine.prepare("abc", params(), request_id=str(i)))
+    with pytest.raises(EngineError, match=r"17 steps in a row failed.*the device is gone"):
+        run_to_the_end(engine)
     for _ in range(2):
         with pytest.raises(EngineError, match="cannot go on"):
             engine.step()
+
+
+def run_to_the_end(engine):
+    while engine.has_work:
+        engine.step()
+
+
+def broken(plan):
+    raise RuntimeError("the device is gone")
+
+
+def test_a_device_that_cannot_start_over_ends_the_engine():
+    engine = make_engine()
+    engine.runner.die_at_plan = 1
+    engine.add(engine.prepare("abc", params(), request_id="r"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_to_the_end(engine)
+    with pytest.raises(EngineError, match="cannot go on"):
+        engine.step()
+
+
+def test_a_step_that_is_broken_off_ends_the_engine():
+    engine = make_engine()
+    engine.add(engine.prepare("abc", params(), request_id="r"))
+    engine.runner.dispatch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineError, match="cannot go on"):
+        engine.step()
+
+
+def interrupted(plan):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +11,8 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.models.stack import init_caches
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.config import RuntimeConfig
+from pallas_kernels.block_copy import staging_for
+from pallas_kernels.dispatch import CANDIDATES
 from pallas_kernels.ragged_attention import xla
 from tests.runtime.tiny import CONFIG
 
@@ -21,6 +24,14 @@ def test_block_bytes_are_what_is_allocated():
     caches = init_caches(CONFIG, xla.BACKEND, num_blocks=10, block_size=16, dtype=jnp.float32)
     allocated = sum(leaf.nbytes for cache in caches for leaf in cache)
     assert allocated == 10 * kv_cache.block_bytes(CONFIG, xla.BACKEND, 16, jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("backend", [c.backend for c in CANDIDATES["ragged_attention"]], ids=lambda b: b.name)
+def test_block_bytes_are_what_is_staged_of_a_block(backend, dtype):
+    caches = jax.eval_shape(lambda: init_caches(CONFIG, backend, num_blocks=3, block_size=16, dtype=jnp.dtype(dtype)))
+    row = staging_for(caches, 1)
+    assert row.size * row.dtype.itemsize == kv_cache.block_bytes(CONFIG, backend, 16, jnp.dtype(dtype))
 
 
 def test_memory_that_is_asked_for_is_used():
@@ -44,6 +55,13 @@ def test_an_automatic_size_stays_when_a_little_memory_more_or_less_is_free(monke
         monkeypatch.setattr(kv_cache, "free_host_bytes", lambda free=free: free * MIB)
         found.add(kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB))
     assert found == {192}
+
+
+def test_an_automatic_size_spares_what_else_the_device_must_hold(monkeypatch):
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 500 * MIB)
+    assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB, spared_bytes=60 * MIB) == 128
+    asked = RuntimeConfig(kv_cache_memory=0.5 / 8)
+    assert kv_cache.choose_num_blocks(asked, SCHEDULER, MIB, spared_bytes=60 * MIB) == 64
 
 
 def test_rounding_never_costs_the_one_sequence_that_fits(monkeypatch):
@@ -108,6 +126,9 @@ def test_unreadable_memory_asks_for_the_flag(tmp_path, monkeypatch):
         {"kv_cache_memory": 0},
         {"kv_cache_memory": float("inf")},
         {"num_gpu_blocks_override": 0},
+        {"swap_space": -1},
+        {"swap_space_disk": float("nan")},
+        {"swap_dir": "/tmp"},
         {"num_compile_threads": 0},
     ],
 )

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from pagedjax.core.errors import ConfigError
+from pagedjax.core.plan import Tier
 from pagedjax.runtime import disk, host
+from pagedjax.runtime.config import RuntimeConfig
 from pagedjax.runtime.disk import DiskPool, SwapFile
 from pagedjax.runtime.host import HostPool
+from pagedjax.runtime.pools import make_pools
 
 NUM_BLOCKS, BLOCK_BYTES = 5, 1000
 
@@ -147,3 +150,28 @@ def test_a_limit_of_the_process_is_refused_too(monkeypatch):
     monkeypatch.setattr(host, "free_host_bytes", lambda: 2**62)
     with pytest.raises(ConfigError, match=r"cannot be reserved.*--swap-space"):
         HostPool(2**30, 2**30)
+
+
+def test_tiers_that_are_asked_for_get_as_many_blocks_as_fit(tmp_path):
+    folder = tmp_path / "made" / "on demand"
+    runtime = RuntimeConfig(swap_space=0.001, swap_space_disk=0.002, swap_dir=str(folder))
+    pools = make_pools(runtime, BLOCK_BYTES)
+    assert {tier: pool.num_blocks for tier, pool in pools.items()} == {Tier.HOST: 1073, Tier.DISK: 2147}
+    assert list(folder.iterdir()) == []
+    assert make_pools(RuntimeConfig(), BLOCK_BYTES) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [({"swap_space": 1e-7}, "--swap-space"), ({"swap_space_disk": 1e-7, "swap_dir": "."}, "--swap-space-disk")],
+)
+def test_space_that_holds_no_block_is_refused(fields, flag):
+    with pytest.raises(ConfigError, match=f"hold no block of 1000 bytes; raise {flag}$"):
+        make_pools(RuntimeConfig(**fields), BLOCK_BYTES)
+
+
+def test_a_folder_that_cannot_be_made_names_the_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    runtime = RuntimeConfig(swap_space_disk=0.001, swap_dir=str(tmp_path / "file" / "swap"))
+    with pytest.raises(ConfigError, match=r"--swap-dir"):
+        make_pools(runtime, BLOCK_BYTES)

@@ -45,7 +45,7 @@ def gate():
 @pytest.fixture
 def transfers(gate):
     found = Transfers(
-        {Tier.HOST: HostPool(NUM_BLOCKS, 2 * WORDS), Tier.DISK: gate}, ROW, SIZES, max_staging_bytes=10 * 2 * WORDS
+        {Tier.HOST: HostPool(NUM_BLOCKS, 2 * WORDS), Tier.DISK: gate}, ROW, SIZES, max_staging_bytes=20 * 2 * WORDS
     )
     yield found
     gate.is_open.set()
@@ -156,7 +156,8 @@ def test_a_fetch_without_room_for_its_staging_waits_for_its_turn(transfers, gate
     assert transfers.poll(0.05) == []
     assert transfers.staging_bytes == 8 * 12
     transfers.discard(1)
-    assert [(end.transfer_id, end.ok) for end in ends(transfers, 2)] == [(2, True), (3, True)]
+    # One tier may be faster than the other.
+    assert sorted((end.transfer_id, end.ok) for end in ends(transfers, 2)) == [(2, True), (3, True)]
 
 
 def test_a_fetch_that_never_fits_runs_alone(transfers):

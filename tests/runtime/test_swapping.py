@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagedjax.core.errors import SchedulerError
+from pagedjax.core.errors import ConfigError, SchedulerError
 from pagedjax.core.plan import Row, Scatter, StepPlan, Tier
 from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.runtime import kv_cache
@@ -117,10 +117,7 @@ def test_blocks_are_copied_within_the_cache(plain_rig):
 
 def device_marks(rig, num_blocks):
     """The byte that each of the leading device blocks is filled with."""
-    rig.swap_out(Tier.DISK, ((i, i) for i in range(num_blocks)))
-    found = np.zeros((num_blocks, rig.block_bytes), np.uint8)
-    for block_id, out in enumerate(found):
-        rig.pools[Tier.DISK].read(block_id, out)
+    found = stored(rig, range(num_blocks))
     assert (found == found[:, :1]).all()
     return found[:, 0].tolist()
 
@@ -160,6 +157,35 @@ def test_nothing_compiles_for_swaps_after_warm_up(plain_rig):
         plain_rig.step(Scatter(plain_rig.fetch(Tier.HOST, range(num_blocks)), tuple((i, i) for i in range(num_blocks))))
         plain_rig.runner.copy_blocks(CopyBlocks(tuple((i, i + 30) for i in range(num_blocks))))
     assert plain_rig.runner.recompiles == before
+
+
+def test_costs_are_measured_without_a_trace(plain_rig):
+    plain_rig.runner.reset()
+    plain_rig.step(block_id=0)
+    marks, pointers = stored(plain_rig, (0, 1)), plain_rig.runner.cache_pointers()
+    costs = plain_rig.runner.measure_costs()
+    assert costs.swap_us_per_block >= 1 and costs.recompute_us_per_token >= 1
+    np.testing.assert_array_equal(stored(plain_rig, (0, 1)), marks)
+    assert plain_rig.runner.cache_pointers() == pointers
+    assert plain_rig.runner.staging_bytes == 0
+
+
+def stored(rig, block_ids):
+    """What device blocks hold."""
+    rig.swap_out(Tier.DISK, zip(block_ids, block_ids))
+    found = np.zeros((len(block_ids), rig.block_bytes), np.uint8)
+    for block_id, out in zip(block_ids, found):
+        rig.pools[Tier.DISK].read(block_id, out)
+    return found
+
+
+def test_a_tier_that_does_not_work_is_found_out_at_the_start(plain_rig, monkeypatch):
+    def broken(block_id, block):
+        raise OSError("the disk fell over")
+
+    monkeypatch.setattr(plain_rig.pools[Tier.HOST], "write", broken)
+    with pytest.raises(ConfigError, match=r"host tier does not work: OSError: the disk fell over"):
+        plain_rig.runner.measure_costs()
 
 
 def test_a_cache_that_is_lost_leaves_the_lower_tiers(plain_rig):

@@ -235,7 +235,8 @@ def serving_of():
         server = DrainingServer(app, listener, drain_timeout_s)
         thread = threading.Thread(target=server.serve_until_signal)
         thread.start()
-        wait_for(lambda: server.started and (app.state.service.is_ready() or engine.loading))
+        # Only the fake can be told to stay in its loading.
+        wait_for(lambda: server.started and (app.state.service.is_ready() or getattr(engine, "loading", False)))
         try:
             yield server
         finally:

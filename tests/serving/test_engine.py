@@ -120,9 +120,9 @@ def test_a_full_queue_is_429(serving_of, wait_for):
     assert third.headers["retry-after"]
 
 
-def test_a_failed_step_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine):
+def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine):
     with serving_of(engine) as server:
-        engine._engine.runner.fail_at_plan = 2
+        engine._engine.runner.die_at_plan = 2
         answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
         statuses = [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")]
     assert (answer.status_code, statuses) == (500, [503, 503, 200])

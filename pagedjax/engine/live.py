@@ -1,0 +1,72 @@
+"""What the engine remembers of sequences that have not finished, beside their tokens."""
+
+from dataclasses import dataclass, field
+
+from pagedjax.core.prefix import hash_block
+from pagedjax.core.request import FinishReason, SamplingParams
+from pagedjax.engine.detokenizer import Detokenizer
+from pagedjax.engine.outputs import TokenLogprobs
+from pagedjax.engine.submission import Submission
+from pagedjax.runtime.tokens import SequenceTokens
+
+
+@dataclass(slots=True)
+class Group:
+    """A request: its `n` sequences. `prompt_logprobs` begins with None, for the token that nothing precedes."""
+
+    submission: Submission
+    arrival_us: int
+    members: "dict[int, Live]" = field(default_factory=dict)
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True)
+class Live:
+    """One sequence. `last_hash` names its last full block; None if its blocks have no names. It has `started` with its
+    first row, and `is_running` unless it is in line, for the first time or again."""
+
+    sequence_id: int
+    index: int
+    group: Group
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    detokenizer: Detokenizer
+    last_hash: bytes | None
+    num_sampled: int = 0
+    last_token_us: int = 0
+    started: bool = False
+    is_running: bool = False
+    ended: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.group.submission.request_id
+
+
+def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
+    """Count a sampled token: the text that is now certain, why the sequence ends with it, and what stopped it."""
+    params, finish = live.params, None
+    reason: int | str | None = None
+    live.num_sampled += 1
+    is_stop = token_id in live.stop_ids and live.num_sampled > params.min_tokens
+    text = "" if is_stop and not params.include_stop_str_in_output else live.detokenizer.push((token_id,))
+    if is_stop:
+        finish = FinishReason.STOP
+        reason = token_id if token_id in (params.stop_token_ids or ()) else None
+    elif live.detokenizer.stopped is not None:
+        finish, reason = FinishReason.STOP, live.detokenizer.stopped
+    elif live.num_sampled == params.max_tokens:
+        finish = FinishReason.LENGTH
+    if finish is not None:
+        text += live.detokenizer.finish()
+    return text, finish, reason
+
+
+def new_hash(live: Live, tokens: SequenceTokens, block_size: int) -> tuple[bytes, ...]:
+    """The name of the block that the newest token completes, if it completes one."""
+    if live.last_hash is None or tokens.length % block_size:
+        return ()
+    block = tokens.ids[tokens.length - block_size : tokens.length]
+    live.last_hash = hash_block(live.last_hash, block.astype("<i4").tobytes())
+    return (live.last_hash,)

@@ -1,0 +1,42 @@
+"""The lower tiers that a configuration asks for."""
+
+from pathlib import Path
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.core.plan import Tier
+from pagedjax.runtime.config import RuntimeConfig
+from pagedjax.runtime.disk import DiskPool, SwapFile
+from pagedjax.runtime.host import HostPool
+from pagedjax.runtime.kv_cache import GIB
+from pagedjax.runtime.swap import Pool
+
+
+def make_pools(runtime: RuntimeConfig, block_bytes: int) -> dict[Tier, Pool]:
+    """A pool for each lower tier that has space. Raises ConfigError, naming the flag, for space that is not there or
+    holds no block."""
+    pools: dict[Tier, Pool] = {}
+    if runtime.swap_space:
+        pools[Tier.HOST] = HostPool(_num_blocks("swap-space", runtime.swap_space, block_bytes), block_bytes)
+    if runtime.swap_space_disk:
+        if runtime.swap_dir is None:
+            raise ConfigError("the configuration is not resolved: swap_dir is not known")
+        num_blocks = _num_blocks("swap-space-disk", runtime.swap_space_disk, block_bytes)
+        file = SwapFile(_made(runtime.swap_dir), num_blocks * block_bytes)
+        pools[Tier.DISK] = DiskPool(file, num_blocks, block_bytes)
+    return pools
+
+
+def _num_blocks(flag: str, gib: float, block_bytes: int) -> int:
+    num_blocks = int(gib * GIB // block_bytes)
+    if not num_blocks:
+        raise ConfigError(f"{gib:g} GiB hold no block of {block_bytes} bytes; raise --{flag}")
+    return num_blocks
+
+
+def _made(directory: str) -> Path:
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set --swap-dir") from error
+    return folder
