@@ -84,7 +84,7 @@ def _backends() -> Iterator[str]:
 
 
 def _weights() -> Iterator[str]:
-    from pagedjax.weights.quantisation import choose_layout
+    from pagedjax.engine.quantisation import choose_layout
 
     for files, encodings in {"quantised files": ["Q4_1"], "other files": ["BF16"]}.items():
         choice = choose_layout("auto", asked_dtype="auto", dtype="bfloat16", encodings=encodings)

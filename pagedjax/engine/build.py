@@ -12,6 +12,7 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.core.plan import Tier
 from pagedjax.engine.config import EngineConfig, resolve
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.quantisation import WeightChoice, choose_layout
 from pagedjax.engine.tokenizer import load_tokenizer
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import kv_cache
@@ -20,7 +21,6 @@ from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.swap import Pool, max_staging_bytes
 from pagedjax.weights import load, store
 from pagedjax.weights.pack import PackedWeight, describe
-from pagedjax.weights.quantisation import WeightChoice, choose_layout
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
 

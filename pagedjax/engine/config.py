@@ -13,10 +13,10 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.core.presets import PRESETS, Preset
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.config import RuntimeConfig
-from pagedjax.weights.quantisation import Quantization
 from pagedjax.weights.store import home_directory, served_model_name
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 _QUANTIZATION = (
@@ -151,7 +151,7 @@ class EngineConfig:
 def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> EngineConfig:
     """The configuration with every automatic field filled, for `model` on `platform` ("cpu" or "gpu").
 
-    But for what the checkpoint's files decide: how weights are quantised (`weights.quantisation`).
+    But for what the checkpoint's files decide: how weights are quantised (`engine.quantisation`).
 
     Raises ConfigError for limits that the model does not have.
     """

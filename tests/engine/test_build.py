@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 from pagedjax.engine.build import chosen
 from pagedjax.engine.config import EngineConfig, resolve
+from pagedjax.engine.quantisation import WeightChoice
 from pagedjax.weights.pack import PackedWeight
-from pagedjax.weights.quantisation import WeightChoice
 from tests.runtime.tiny import CONFIG
 
 CHOICE = WeightChoice("int8", "it is asked for", MappingProxyType({}))

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pagedjax.core.errors import ConfigError
+from pagedjax.engine.config import Quantization
 from pagedjax.weights.pack import Layout
 from pallas_kernels import matmul, native
 
-Quantization = Literal["auto", "none", "int8", "int4"]
 # How GGML names encodings by groups: Q4_1, IQ4_NL, TQ2_0, MXFP4.
 _QUANTISED = ("Q", "IQ", "TQ", "MXFP")
 

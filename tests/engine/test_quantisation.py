@@ -3,7 +3,7 @@
 import pytest
 
 from pagedjax.core.errors import ConfigError
-from pagedjax.weights.quantisation import choose_layout
+from pagedjax.engine.quantisation import choose_layout
 from pallas_kernels import native
 
 QUANTISED, FLOATS = ["F32", "Q4_1", "Q8_0"], ["F32", "BF16"]
