@@ -5,8 +5,8 @@
 
 Simulated (the scheduler itself, a cost model in the device's place):
 
-* the committed mixes (`pagedjax/simulator/mixes.py`) at time slices of 10 to 500 ms in both modes, and without
-  preemption;
+* the committed mixes (`pagedjax/simulator/mixes.py`) at time slices of 10 to 500 ms in both modes, under each
+  preset, and without preemption;
 * one job that yields to a large question and resumes, by recomputation, by swap and as `auto` chooses, by its context.
 
 `--engine` runs a small mix on the real engine and its real clock instead. Overhead is the share of the device's time
@@ -27,8 +27,9 @@ from typing import Any
 
 from pagedjax.bench.machine import describe_machine, git_commit, versions
 from pagedjax.core.config import PreemptionMethod, SchedulerConfig, num_blocks_for
+from pagedjax.core.presets import PRESETS
 from pagedjax.core.request import SamplingParams
-from pagedjax.simulator import CPU_XLA, H200_LIKE, CostModel, SimReport, SimRequest, simulate
+from pagedjax.simulator import CPU_XLA, H200_LIKE, Link, SimReport, SimRequest, simulate
 from pagedjax.simulator.checks import repreempted
 from pagedjax.simulator.mixes import BATCH, CROWDED, EVERYDAY, INTERACTIVE, LONG_PROMPTS
 from pagedjax.simulator.report import Summary, summarise
@@ -38,6 +39,7 @@ from pagedjax.simulator.workload import mix as traffic
 SLICES_MS = (10, 25, 50, 75, 100, 150, 200, 300, 500)
 MODES = ("aggressive", "conservative")
 MIXES = {"everyday": EVERYDAY, "crowded": CROWDED, "long prompts": LONG_PROMPTS}
+METHODS: tuple[PreemptionMethod, ...] = ("recompute", "swap", "auto")
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 ENGINE_SLICES_MS = (10, 50, 150, 500)
 # For a small model on a few cores: a step takes some tens of milliseconds.
@@ -45,7 +47,12 @@ ENGINE_TRAFFIC = (
     Traffic(num_requests=24, rate=3, prompt_median=16, output_median=4, priority=INTERACTIVE),
     Traffic(num_requests=8, rate=4, prompt_median=96, output_median=48, output_sigma=0.3, priority=BATCH, seed=1),
 )
-COSTS = {"h200-like": H200_LIKE, "cpu-xla": CPU_XLA}
+SLOWER_LINKS = {
+    f"h200-like, {gb_per_s:g} GB/s": replace(H200_LIKE, host=Link(us_per_transfer=20, bytes_per_us=gb_per_s * 1e3))
+    for gb_per_s in (6.5, 3)
+}
+COSTS = {"h200-like": H200_LIKE, **SLOWER_LINKS, "cpu-xla": CPU_XLA}
+CHUNKS = {name: 256 if cost is CPU_XLA else 2048 for name, cost in COSTS.items()}
 Figure = dict[str, Any]
 
 
@@ -90,6 +97,13 @@ def sweep() -> Iterator[Figure]:
         requests = mix.requests()
         config = replace(mix.config, enable_preemption=False)
         yield {"mix": name, "mode": "off", **figures_of(simulate(config, requests, mix.cost))}
+        for preset, policy in PRESETS.items():
+            report = simulate(replace(mix.config, **policy), requests, mix.cost)
+            yield {"mix": name, "mode": "preset", "preset": preset, **figures_of(report)}
+        if mix is LONG_PROMPTS:
+            shielded = [request._replace(preemptible=request.priority == INTERACTIVE) for request in requests]
+            report = simulate(mix.config, shielded, mix.cost)
+            yield {"mix": name, "mode": "documents are not preemptible", **figures_of(report)}
         for mode in MODES:
             for time_slice in SLICES_MS:
                 config = replace(mix.config, preemption_mode=mode, time_slice=time_slice)
@@ -107,7 +121,7 @@ def figures_of(report: SimReport) -> Figure:
         "batch_e2e_ms": of_class(report, BATCH, "e2e_us"),
         "preemptions": report.preemptions_by("reason"),
         "methods": report.preemptions_by("method"),
-        "preempted_again_within_16_tokens": len(repreempted(report, 16)),
+        "preempted_again_within_a_chunk": len(repreempted(report, report.config.min_execution_chunk)),
         "recomputed_tokens": report.totals.recomputed_tokens,
         "swapped_mib": round(report.swapped_bytes(to_device=False) / 2**20, 1),
         "overhead_percent": round(100 * report.preemption_overhead, 2),
@@ -130,28 +144,31 @@ def rounded(found: Summary | None) -> dict[str, float] | None:
 
 def swap_or_recompute() -> Iterator[Figure]:
     """What a job loses when it must yield all its blocks once, by its context and the method."""
-    for name, cost in COSTS.items():
+    for name in COSTS:
         for context in CONTEXTS:
-            reports = {method: yielding_job(cost, context, method) for method in ("recompute", "swap", "auto")}
-            (preemption,) = reports["auto"].preemptions
+            reports = {method: yielding_job(name, context, method) for method in METHODS}
+            e2e_us = {method: reports[method].outcomes[0].e2e_us for method in METHODS}
             yield {
                 "cost": name,
                 "context": context,
-                "auto_chooses": preemption.method,
+                "best": min(("recompute", "swap"), key=lambda method: e2e_us[method]),
+                "auto_chooses": reports["auto"].preemptions[0].method,
+                "auto_slower_percent": round(100 * (e2e_us["auto"] / min(e2e_us.values()) - 1), 2),
                 "device_ms_lost": {method: report.totals.lost_us / 1e3 for method, report in reports.items()},
-                "job_e2e_ms": {method: report.outcomes[0].e2e_us / 1e3 for method, report in reports.items()},
+                "job_e2e_ms": {method: e2e_us[method] / 1e3 for method in METHODS},
                 "save_ms": [(t.end_us - t.start_us) / 1e3 for t in reports["swap"].transfers if not t.to_device],
             }
 
 
-def yielding_job(cost: CostModel, context: int, method: PreemptionMethod) -> SimReport:
+def yielding_job(name: str, context: int, method: PreemptionMethod) -> SimReport:
     """A job that has sampled sixteen tokens when a question comes that needs the whole pool."""
+    cost = COSTS[name]
     num_blocks = num_blocks_for(context + 64, 16)
     config = SchedulerConfig(
         num_blocks=num_blocks,
         num_host_blocks=0 if method == "recompute" else num_blocks,
         max_num_seqs=8,
-        max_num_batched_tokens=2048 if cost is H200_LIKE else 256,
+        max_num_batched_tokens=CHUNKS[name],
         max_model_len=num_blocks * 16,
         time_slice=1,
         preemption_method=method,
@@ -226,9 +243,11 @@ def plot(path: Path, report: Figure) -> None:
             overhead, report, name, "device time lost (%)", lambda figure: figure["overhead_percent"], label=name
         )
     draw_sweep(latency, report, "everyday", "questions' TTFT, p99 (ms)", lambda f: f["interactive_ttft_ms"]["p99"])
-    draw_methods(methods, [figure for figure in report["swap_or_recompute"] if figure["cost"] == "h200-like"])
+    draw_methods(methods, report["swap_or_recompute"])
+    for axes in (throughput, overhead, latency):
+        axes.set_ylim(bottom=0)
     overhead.set_title("what preemption costs")
-    methods.set_title("one job that yields everything, h200-like")
+    methods.set_title("one job that yields everything and resumes (dotted: auto)")
     picture.savefig(path, dpi=120)
 
 
@@ -242,16 +261,22 @@ def draw_sweep(
     if not label:
         axes.axhline(value(figures[0]), color="gray", linestyle=":", label="no preemption")
         axes.set_title(f"the {name} mix")
-    axes.set(xscale="log", xlabel="time slice (ms)", ylabel=what, ylim=(0, None))
+    axes.set(xscale="log", xlabel="time slice (ms)", ylabel=what)
+    axes.set_xticks(SLICES_MS, [str(ms) for ms in SLICES_MS], minor=False)
+    axes.minorticks_off()
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
 
 def draw_methods(axes: Any, figures: list[Figure]) -> None:
-    contexts = [figure["context"] for figure in figures]
-    for method, style in (("recompute", "o-"), ("swap", "s-"), ("auto", "k:")):
-        axes.plot(contexts, [figure["device_ms_lost"][method] for figure in figures], style, label=method)
-    axes.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="device time lost (ms)")
+    for name, colour in zip(COSTS, ("C0", "C1", "C2", "C3")):
+        here = [figure for figure in figures if figure["cost"] == name]
+        for method, style in (("swap", "-"), ("auto", ":")):
+            ratio = [figure["job_e2e_ms"][method] / figure["job_e2e_ms"]["recompute"] for figure in here]
+            label = f"swap, {name}" if method == "swap" else None
+            axes.plot([figure["context"] for figure in here], ratio, style, marker="o", color=colour, label=label)
+    axes.axhline(1.0, color="gray", linestyle=":")
+    axes.set(xscale="log", xlabel="context (tokens)", ylabel="job's latency, of that by recomputation")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 

@@ -4,7 +4,7 @@
         --out benchmarks/results/replay.json
 
 Each trace is replayed with ample memory, and at twice that rate with a pool too small for it. It must show: everybody
-finishes, nobody is overtaken by a later request of its priority, nobody is preempted twice within a block's worth of
+finishes, nobody is overtaken by a later request of its priority, nobody is preempted twice within a chunk of
 tokens. A trace without shared prefixes also gives the share of held memory that is wasted and, from its requests up to
 2,048 tokens, how the memory compares with reservation and with padding; so does a made-up mix of short requests.
 """
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, default=0.5, help="multiply arrival times by this (default 0.5)")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
+    git = git_commit(Path(__file__).parent)  # before the runs, which take minutes: of the code that ran
     figures = []
     for figure in runs(args.traces, args.limit, args.time_scale):
         figures.append(figure)
@@ -63,7 +64,7 @@ def main() -> None:
     if args.out:
         report = {
             "command": shlex.join(["python", *(Path(arg).name if "/" in arg else arg for arg in sys.argv)]),
-            "git": git_commit(Path(__file__).parent),
+            "git": git,
             "machine": describe_machine(),
             "versions": versions(),
             "cost_model": H200_LIKE.source,
@@ -106,7 +107,7 @@ def replay(config: SchedulerConfig, requests: tuple[SimRequest, ...]) -> Figure:
         "num_finished": len(report.finished),
         "most_overtaken": most_overtaken(report),
         "preemptions": report.preemptions_by("reason"),
-        "preempted_again_within_16_tokens": len(repreempted(report, 16)),
+        "preempted_again_within_a_chunk": len(repreempted(report, config.min_execution_chunk)),
         "waste_percent": percent(report.waste),
         "waste_until_computed_percent": percent(report.waste_until_computed),
         "computed_tokens": report.totals.computed_tokens,

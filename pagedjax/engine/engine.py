@@ -284,8 +284,10 @@ class Engine:
         params = request.params
         if index > 0 and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
-        # Every prompt token must be computed to be scored, so such a sequence takes nothing from the prefix cache.
-        hashes = request.block_hashes if params.prompt_logprobs is None else ()
+        # Every prompt token must be computed to be scored, so such a sequence takes nothing from the prefix cache. Its
+        # forks share its blocks, and so have no names for them either.
+        is_named = request.params.prompt_logprobs is None
+        hashes = request.block_hashes if is_named else ()
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         live = Live(
             sequence_id,
@@ -294,7 +296,7 @@ class Engine:
             params,
             eos | frozenset(params.stop_token_ids or ()),
             self._detokenizer(params),
-            (hashes[-1] if hashes else root_hash(request.tenant)) if params.prompt_logprobs is None else None,
+            (hashes[-1] if hashes else root_hash(request.tenant)) if is_named else None,
         )
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
@@ -306,7 +308,9 @@ class Engine:
             stop_token_ids=live.stop_ids,
         )
         self._live[sequence_id] = group.members[sequence_id] = live
-        self._send(Arrived(request.for_scheduler(sequence_id), hashes, group.arrival_us))
+        # No step comes between the arrivals of a request's sequences, so the first one is still there.
+        fork_of = sequence_id - index if index > 0 else None
+        self._send(Arrived(request.for_scheduler(sequence_id, fork_of), hashes, group.arrival_us))
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
         return Detokenizer(

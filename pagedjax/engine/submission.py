@@ -33,13 +33,14 @@ class Submission(NamedTuple):
     tenant: str = DEFAULT_TENANT
     preemptible: bool = True
 
-    def for_scheduler(self, sequence_id: int) -> Request:
-        """The part that the scheduler sees."""
+    def for_scheduler(self, sequence_id: int, fork_of: int | None = None) -> Request:
+        """The part that the scheduler sees of one sequence: of the first, or of another that shares its blocks."""
         return Request(
             sequence_id,
             len(self.prompt_token_ids),
             self.params.max_tokens or 1,
             self.priority,
+            fork_of,
             tenant=self.tenant,
             preemptible=self.preemptible,
         )

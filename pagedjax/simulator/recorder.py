@@ -103,10 +103,13 @@ class Recorder:
         totals["computed_slot_us"] += elapsed_us * past.computed_slots
         totals["running_us"] += elapsed_us * past.num_running
         held = len(state.pool.counts)
-        # Shared blocks are full, so what is empty or not yet computed of a table is the sequence's own.
-        num_slots = sum([len(s.blocks) for s in state.running]) * block_size
-        unplanned = num_slots - sum([s.num_planned for s in state.running if s.blocks])
-        uncomputed = num_slots - sum([s.num_computed for s in state.running if s.blocks])
+        # Shared blocks are full, so what is empty or not yet computed of a table is the sequence's own. Blocks that
+        # await what is fetched for them are in use.
+        holders = [(s, len(s.blocks) * block_size) for s in state.running if s.blocks]
+        unplanned = sum(
+            [n - (min(n, s.num_tokens) if s.phase is Phase.FETCHING else s.num_planned) for s, n in holders]
+        )
+        uncomputed = sum([n - s.num_computed for s, n in holders])
         self._level = Usage(
             now_us,
             len(state.running),

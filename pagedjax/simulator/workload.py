@@ -25,13 +25,19 @@ class SimRequest(NamedTuple):
     max_tokens: int | None = None
     priority: int = 0
     tenant: str = DEFAULT_TENANT
+    preemptible: bool = True
     prefix: str = ""
     prefix_len: int = 0
     block_names: tuple[bytes, ...] | None = None
 
     def for_scheduler(self, sequence_id: int) -> Request:
         return Request(
-            sequence_id, self.prompt_len, self.max_tokens or self.output_len, self.priority, tenant=self.tenant
+            sequence_id,
+            self.prompt_len,
+            self.max_tokens or self.output_len,
+            self.priority,
+            tenant=self.tenant,
+            preemptible=self.preemptible,
         )
 
     def names(self, sequence_id: int, block_size: int) -> tuple[bytes, ...]:

@@ -13,6 +13,7 @@ from pagedjax.engine.engine import Engine
 from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.swap import Completion
 from pagedjax.runtime.tokens import TokenTable
+from tests.runtime import tiny
 
 VOCAB_SIZE = 64
 EOS = 63
@@ -43,6 +44,16 @@ class LetterTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.token_text(token_id).encode()
+
+
+class TinyTokenizer(LetterTokenizer):
+    """For the tiny model: its ids have letters too, not each its own, and none ends a sequence."""
+
+    vocab_size = tiny.CONFIG.vocab_size
+    eos_token_ids = frozenset()
+
+    def token_text(self, token_id: int) -> str:
+        return self.letters[token_id % len(self.letters)]
 
 
 class CountingRunner:

@@ -30,14 +30,14 @@ def num_fetched_bytes(engine):
 
 
 def run_forced(engine, requests, *, every, seed=0):
-    """The token ids of each request, while one sequence is preempted at each `every`-th step or so; 0 for never."""
+    """The token ids of each sequence, while one is preempted at each `every`-th step or so; 0 for never."""
     rng = random.Random(seed)
-    found = {request.request_id: [] for request in requests}
+    found = {(request.request_id, index): [] for request in requests for index in range(request.params.n)}
     for request in requests:
         engine.add(request)
     while engine.has_work:
         for update in engine.step():
-            found[update.request_id] += update.delta.token_ids
+            found[update.request_id, update.delta.index] += update.delta.token_ids
         if every and rng.randrange(every) == 0:
             preempt(engine, rng)
         check(engine.state)

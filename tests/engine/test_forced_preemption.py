@@ -1,23 +1,13 @@
 """A real runner under an engine that is made to preempt: outputs do not show it, whatever the way."""
 
-import jax.numpy as jnp
 import pytest
 
-from pagedjax.core.plan import Tier
 from pagedjax.core.request import SamplingParams
-from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
 from pagedjax.llm import LLM
-from pagedjax.runtime import kv_cache
-from pagedjax.runtime.disk import DiskPool, SwapFile
-from pagedjax.runtime.host import HostPool
-from pallas_kernels.ragged_attention import xla
-from tests.engine.fakes import LetterTokenizer, num_preemptions
+from tests.engine.fakes import num_preemptions
 from tests.engine.forcing import KINDS, num_fetched_bytes, run_forced, use
 from tests.engine.golden import CASES, num_certain_tokens
-from tests.runtime import tiny
 
-NUM_LOWER_BLOCKS = 64
 PROMPTS = [[5, 9, 2, 40, 17, 33, 8, 100, 3], [7], [250, 251, 252, 253, 254], [60, 61, 60, 61, 60, 61, 60]]
 WISHES = {
     "greedy": {"temperature": 0},
@@ -30,27 +20,6 @@ WISHES = {
     },
     "scored": {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
 }
-
-
-class TinyTokenizer(LetterTokenizer):
-    vocab_size = tiny.CONFIG.vocab_size
-    eos_token_ids = frozenset()
-
-    def token_text(self, token_id):
-        return self.letters[token_id % len(self.letters)]
-
-
-@pytest.fixture(scope="module")
-def tiny_engine(tmp_path_factory):
-    block_bytes = kv_cache.block_bytes(tiny.CONFIG, xla.BACKEND, tiny.SCHEDULER.block_size, jnp.float32)
-    file = SwapFile(tmp_path_factory.mktemp("swap"), NUM_LOWER_BLOCKS * block_bytes)
-    pools = {
-        Tier.HOST: HostPool(NUM_LOWER_BLOCKS, block_bytes),
-        Tier.DISK: DiskPool(file, NUM_LOWER_BLOCKS, block_bytes),
-    }
-    runner = tiny.make_runner(pools=pools)
-    runner.warm_up()
-    return Engine(EngineConfig(model="tiny"), tiny.SCHEDULER, runner, TinyTokenizer())
 
 
 @pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)

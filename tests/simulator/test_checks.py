@@ -46,6 +46,13 @@ def test_a_question_takes_the_only_slot_of_a_job_whose_slice_is_over():
     assert report.outcomes[0].parked_us > 0
 
 
+def test_a_job_that_is_not_preemptible_keeps_its_slot():
+    requests = (SimRequest(0, 200, 60, preemptible=False), SimRequest(100_000, 32, 2, priority=-1))
+    report = report_of(*requests)
+    assert report.preemptions == ()
+    assert report.outcomes[1].token_us[0] > report.outcomes[0].token_us[-1]
+
+
 def test_what_is_computed_again_counts_as_lost_device_time():
     """A victim computes again what others had to evict, and nothing else."""
     requests = (SimRequest(0, 200, 60), SimRequest(100_000, 150, 2, priority=-1))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pagedjax.core.presets import PRESETS
 from pagedjax.simulator import simulate
 from pagedjax.simulator.checks import repreempted
 from pagedjax.simulator.mixes import CROWDED, EVERYDAY, INTERACTIVE, LONG_PROMPTS
@@ -43,6 +44,12 @@ def test_short_slices_thrash_and_long_ones_do_not(crowded):
 def test_preemption_costs_little_where_blocks_stay_until_they_are_needed(everyday):
     assert len(everyday[50].preemptions) > 50
     assert all(report.preemption_overhead <= 0.05 for report in everyday.values())
+
+
+def test_the_interactive_preset_costs_at_most_five_percent():
+    report = run(EVERYDAY, **PRESETS["interactive"])
+    assert report.preemptions
+    assert report.preemption_overhead <= 0.05
 
 
 def test_questions_wait_less_with_preemption_and_everybody_finishes(everyday):

@@ -14,6 +14,7 @@ from pagedjax.simulator.checks import (
     contiguous_concurrency,
     memory_beside_padding,
     most_overtaken,
+    repreempted,
     saturated_concurrency,
 )
 from pagedjax.simulator.workload import Traffic, mix
@@ -47,6 +48,10 @@ def test_everybody_finishes_in_the_order_of_arrival_though_memory_is_short(crowd
     assert len(crowded.finished) == len(CONV_LIKE)
     assert crowded.preemptions_by("reason")["memory"] > 5
     assert most_overtaken(crowded) == 0
+
+
+def test_nobody_is_preempted_again_within_a_chunk(crowded):
+    assert repreempted(crowded, crowded.config.min_execution_chunk) == ()
 
 
 def test_at_most_one_percent_of_held_memory_is_wasted_on_conversations(crowded):

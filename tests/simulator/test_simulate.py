@@ -87,6 +87,19 @@ def test_a_request_that_cannot_run_is_reported_as_rejected():
     assert [outcome.status for outcome in report.outcomes] == [Status.REJECTED, Status.FINISHED]
 
 
+def test_a_job_that_is_swapped_out_and_in_computes_nothing_again_and_waits_for_its_link():
+    config = replace(CONFIG, num_blocks=16, num_host_blocks=16, preemption_method="swap", time_slice=1)
+    job, question = request(24, 30), request(60, 1, arrival_us=2_000, priority=-1)
+    report = simulate(config, [job, question], COST, observe=lambda *seen: check(seen[2]))
+    assert (report.preemptions_by("method"), report.totals.recomputed_tokens) == ({"swap": 1}, 0)
+    out, back = report.transfers
+    assert (out.to_device, back.to_device) == (False, True)
+    assert out.end_us - out.start_us >= 10 + out.num_blocks * COST.block_bytes
+    assert report.swapped_bytes(to_device=True) == back.num_blocks * COST.block_bytes
+    assert report.totals.lost_us == out.num_blocks + back.num_blocks
+    assert 0 < report.waste < 0.1
+
+
 def test_a_run_that_is_cut_short_reports_who_is_unfinished():
     report = simulate(CONFIG, [request(8, 3), request(8, 50)], COST, until_us=400)
     assert [outcome.status for outcome in report.outcomes] == [Status.FINISHED, Status.UNFINISHED]
