@@ -57,13 +57,15 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     logprobs, prompt_logprobs = given.get("logprobs"), given.get("prompt_logprobs")
     score_only = echo and given.get("max_tokens") == 0
     sampling = {name: given[name] for name in _SAMPLING if name in given} | {"logprobs": logprobs}
+    sampling["best_of"] = given.get("best_of")
     if score_only:
         sampling |= {"max_tokens": 1, "min_tokens": 0}
     params = SamplingParams(**sampling)
     if echo and logprobs is not None:
         params = replace(params, prompt_logprobs=max(logprobs, prompt_logprobs or 0))
-    _check_best_of(given, params.n)
-    _check_num_choices(params.n, len(prompts))
+    if params.num_samples > params.n and given.get("stream"):
+        raise RequestError("best_of above n can't be streamed", param="best_of")
+    _check_num_choices(params, len(prompts))
     shown = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": echo, "score_only": score_only}
     return CompletionCall(prompts=prompts, params=params, **shown, **_delivery(given))
 
@@ -212,15 +214,14 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
 # ---- completions -----------------------------------------------------------------------------------------------------
 
 
-def _check_best_of(given: Mapping[str, Any], n: int) -> None:
-    if given.get("best_of", n) != n:
-        raise RequestError("best_of other than n is not supported", param="best_of", code="unsupported_parameter")
-
-
-def _check_num_choices(n: int, num_prompts: int) -> None:
-    if n * num_prompts > MAX_CHOICES:
-        message = f"{num_prompts} prompts with n={n} make {n * num_prompts} choices, at most {MAX_CHOICES} are allowed"
-        raise RequestError(message, param="n")
+def _check_num_choices(params: SamplingParams, num_prompts: int) -> None:
+    name, num_samples = ("n", params.n) if params.num_samples == params.n else ("best_of", params.num_samples)
+    total = num_samples * num_prompts
+    if total > MAX_CHOICES:
+        message = (
+            f"{num_prompts} prompts with {name}={num_samples} make {total} choices, at most {MAX_CHOICES} are allowed"
+        )
+        raise RequestError(message, param=name)
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------

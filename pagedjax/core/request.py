@@ -52,12 +52,14 @@ class SamplingParams:
 
     `top_k` of 0 or -1 and `top_p` of 1 keep every token; `temperature` of 0 is greedy. `logprobs` is the
     number of alternatives reported beside each sampled token (0: the sampled one only), `prompt_logprobs`
-    likewise for the prompt. `max_tokens=None` means up to the model's context.
+    likewise for the prompt. `max_tokens=None` means up to the model's context. Of `best_of` samples (`n` unless given)
+    the `n` with the highest log-probability per token come out, the best first, once all have ended.
 
     Raises RequestError, with the field's name, for a value out of range.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -87,6 +89,11 @@ class SamplingParams:
         _check_numbers(self)
         _check_stops(self)
         _check_logit_bias(self)
+
+    @property
+    def num_samples(self) -> int:
+        """How many sequences are generated."""
+        return self.n if self.best_of is None else self.best_of
 
 
 class Logprob(NamedTuple):
@@ -141,6 +148,7 @@ def _entries(params: SamplingParams, name: str) -> tuple[Any, ...]:
 
 def _check_numbers(params: SamplingParams) -> None:
     _integer(params, "n", 1, MAX_N)
+    _integer(params, "best_of", params.n, MAX_N, optional=True)
     _number(params, "temperature", 0.0, 2.0)
     _number(params, "top_p", 0.0, 1.0, above=True)
     _integer(params, "top_k", -1, None)

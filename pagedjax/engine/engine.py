@@ -13,7 +13,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.prefix import root_hash
-from pagedjax.core.request import FinishReason, SamplingParams
+from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.core.scheduler import init, refusal, update
 from pagedjax.core.state import (
     Aborted,
@@ -35,7 +35,7 @@ from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.device import Device
 from pagedjax.engine.live import Group, Live, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
-from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, token_logprobs
+from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
 from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.runtime.results import StepResult
@@ -116,9 +116,11 @@ class Engine:
         if request.request_id in self._groups:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         group = Group(request, self._now_us())
+        if request.params.num_samples > request.params.n:
+            group.candidates = [CompletionOutput(i, logprobs=[]) for i in range(request.params.num_samples)]
         self._groups[request.request_id] = group
         try:
-            for index in range(request.params.n):
+            for index in range(request.params.num_samples):
                 self._add_sequence(group, index)
         except RequestError:
             self.abort(request.request_id)
@@ -180,7 +182,7 @@ class Engine:
         plan = self.state.in_flight[0]
         now_us = self._now_us()
         results = tuple([self._take_row(row, result, place, now_us) for place, row in enumerate(plan.rows)])
-        self.metrics.generation_tokens.inc(sum([update.delta is not None for update in self._updates]))
+        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in results]))
         processed = time.perf_counter()
         self._send(StepDone(plan.plan_id, results, self._now_us()))
         self._count_step(plan, wait=collected - started, process=processed - collected)
@@ -284,6 +286,8 @@ class Engine:
         params = request.params
         if index > 0 and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
+        if group.candidates is not None and params.logprobs is None:
+            params = replace(params, logprobs=0)  # they say which samples are the best
         # Every prompt token must be computed to be scored, so such a sequence takes nothing from the prefix cache. Its
         # forks share its blocks, and so have no names for them either.
         is_named = request.params.prompt_logprobs is None
@@ -336,14 +340,24 @@ class Engine:
         self.runner.tokens.append(row.sequence_id, token_id)
         delta = self._delta(live, token_id, result, place)
         self._observe_token(live, now_us)
-        group = live.group
-        self._updates.append(Update(live.request_id, delta, group.num_cached_tokens or 0, group.prompt_logprobs))
+        self._give(live.group, delta)
         if delta.finish_reason is not None:
             live.ended = True
             self.metrics.requests.labels(delta.finish_reason).inc()
             self.metrics.e2e.observe((now_us - live.group.arrival_us) / 1e6)
         named = new_hash(live, self.runner.tokens.get(row.sequence_id), self.state.config.block_size)
         return RowResult(row.sequence_id, 1, delta.finish_reason, named)
+
+    def _give(self, group: Group, delta: Delta) -> None:
+        """Tell the caller; where only the best samples come out, once all have ended."""
+        deltas, request = [delta], group.submission
+        if group.candidates is not None:
+            add_delta(group.candidates[delta.index], delta)
+            have_ended = all(candidate.finished for candidate in group.candidates)
+            deltas = best_of(group.candidates, request.params) if have_ended else []
+        for each in deltas:
+            update = Update(request.request_id, each, group.num_cached_tokens or 0, group.prompt_logprobs)
+            self._updates.append(update)
 
     def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
         """The token as text and log-probabilities, and whether the sequence ends with it."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from pagedjax.core.prefix import hash_block
-from pagedjax.core.request import FinishReason, SamplingParams
+from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.outputs import TokenLogprobs
 from pagedjax.engine.submission import Submission
@@ -12,13 +12,15 @@ from pagedjax.runtime.tokens import SequenceTokens
 
 @dataclass(slots=True)
 class Group:
-    """A request: its `n` sequences. `prompt_logprobs` begins with None, for the token that nothing precedes."""
+    """A request: its sequences. `prompt_logprobs` begins with None, for the token that nothing precedes. `candidates`
+    are its samples so far, where only the best are to come out."""
 
     submission: Submission
     arrival_us: int
     members: "dict[int, Live]" = field(default_factory=dict)
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    candidates: list[CompletionOutput] | None = None
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.core.request import CompletionOutput, Logprob, RequestOutput
+from pagedjax.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.tokenizer import Tokenizer
 
@@ -69,9 +69,14 @@ def add_update(output: RequestOutput, update: Update) -> None:
     """Fold one update into the result."""
     if update.delta is None:
         raise update.error or EngineError("the request ended without a result")
-    delta, completion = update.delta, output.outputs[update.delta.index]
     output.num_cached_tokens = update.num_cached_tokens
     output.prompt_logprobs = update.prompt_logprobs
+    add_delta(output.outputs[update.delta.index], update.delta)
+    output.finished = all(c.finished for c in output.outputs)
+
+
+def add_delta(completion: CompletionOutput, delta: Delta) -> None:
+    """Fold one delta into what its sequence has given so far."""
     completion.text += delta.text
     completion.token_ids.extend(delta.token_ids)
     if delta.logprobs is not None and completion.logprobs is not None:
@@ -79,4 +84,17 @@ def add_update(output: RequestOutput, update: Update) -> None:
         gained = sum(entry[token].logprob for token, entry in zip(delta.token_ids, delta.logprobs, strict=True))
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + gained
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
-    output.finished = all(c.finished for c in output.outputs)
+
+
+def best_of(candidates: list[CompletionOutput], params: SamplingParams) -> list[Delta]:
+    """The `n` candidates with the highest log-probability per token (OpenAI's order), each as one delta; the best has
+    index 0, and the earlier of equals goes first."""
+    ranked = sorted(candidates, key=lambda c: -(c.cumulative_logprob or 0.0) / len(c.token_ids))
+    return [
+        _as_delta(index, c, shows_logprobs=params.logprobs is not None) for index, c in enumerate(ranked[: params.n])
+    ]
+
+
+def _as_delta(index: int, whole: CompletionOutput, *, shows_logprobs: bool) -> Delta:
+    logprobs = tuple(whole.logprobs or ()) if shows_logprobs else None
+    return Delta(index, whole.text, tuple(whole.token_ids), logprobs, whole.finish_reason, whole.stop_reason)

@@ -102,8 +102,8 @@ def check_queue(requests: Sequence[Submission], config: SchedulerConfig) -> None
 
 
 def _check_share(requests: Sequence[Submission], max_sequences: int, max_tokens: int) -> None:
-    num_sequences = sum(request.params.n for request in requests)
-    num_tokens = sum(request.params.n * len(request.prompt_token_ids) for request in requests)
+    num_sequences = sum(request.params.num_samples for request in requests)
+    num_tokens = sum(request.params.num_samples * len(request.prompt_token_ids) for request in requests)
     if num_sequences > max_sequences:
         raise RequestError(
             f"You asked for {num_sequences} sequences ({_shape(requests)}), and at most {max_sequences} of yours may "
@@ -138,8 +138,10 @@ def seed_for(params: SamplingParams, index: int, engine_seed: int, sequence_id: 
 
 
 def _shape(requests: Sequence[Submission]) -> str:
-    num_prompts, most = len(requests), max(request.params.n for request in requests)
-    return f"{num_prompts} prompt{'s' * (num_prompts > 1)} with n={most}"
+    num_prompts = len(requests)
+    most = max((request.params for request in requests), key=lambda params: params.num_samples)
+    name = "n" if most.num_samples == most.n else "best_of"
+    return f"{num_prompts} prompt{'s' * (num_prompts > 1)} with {name}={most.num_samples}"
 
 
 def _check_token_ids(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:

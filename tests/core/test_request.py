@@ -12,6 +12,7 @@ HUGE = 10**400  # an integer that no float holds
     ("name", "value"),
     [
         *[("n", value) for value in (0, 129, HUGE, 1.0, True, "2", None)],
+        *[("best_of", value) for value in (0, 129, 1.5, True)],
         *[("temperature", value) for value in (-0.1, 2.1, float("nan"), float("inf"), HUGE, "hot", None, True)],
         *[("top_p", value) for value in (0.0, 1.1, HUGE)],
         *[("top_k", value) for value in (-2, 0.5)],

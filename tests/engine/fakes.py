@@ -11,6 +11,7 @@ from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.runtime.results import StepResult
+from pagedjax.runtime.sampler import Scores
 from pagedjax.runtime.swap import Completion
 from pagedjax.runtime.tokens import TokenTable
 from tests.runtime import tiny
@@ -105,7 +106,7 @@ class CountingRunner:
         crashes = any(self.tokens.get(row.sequence_id).ids[0] == CRASH for row in plan.rows)
         ids = np.array([self._run(row) for row in plan.rows], np.int32)
         faulty = np.array([row.samples for row in plan.rows]) & (ids < 0)
-        result = StepResult(plan.plan_id, ids, faulty, None, {})
+        result = StepResult(plan.plan_id, ids, faulty, self._scores(plan, ids), {})
         return RuntimeError("the step crashed") if crashes else result
 
     def collect(self, handle: StepResult | Exception) -> StepResult:
@@ -143,6 +144,13 @@ class CountingRunner:
         elif error is None:
             self.lower |= {(effect.tier, target): x for (_, target), x in zip(effect.moves, gathered)}
         return Completion(transfer_id, effect.tier, is_fetch, 1, 0.001, error)
+
+    def _scores(self, plan: StepPlan, ids: np.ndarray) -> Scores | None:
+        """Whoever came later is less likely, if anybody wants to know."""
+        if all(self.tokens.get(row.sequence_id).params.logprobs is None for row in plan.rows):
+            return None
+        logprobs = np.array([[-0.1 * row.sequence_id] for row in plan.rows], np.float32)
+        return Scores(ids[:, None], logprobs, np.ones(len(ids), np.int32))
 
     def _run(self, row) -> int:
         """Write the row's tokens to its blocks, read its context from them, and sample."""

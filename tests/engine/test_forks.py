@@ -168,6 +168,41 @@ def test_prompt_logprobs_are_those_of_one_sample_and_the_prompt_is_still_shared(
     assert together.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_the_best_of_many_samples_are_those_with_the_highest_logprob_per_token(tiny_engine, logprobs):
+    wish = {**RANDOM, "max_tokens": 12, "stop_token_ids": list(range(0, 300, 7))}
+    use(tiny_engine, "recompute", num_blocks=64)
+    every = run(tiny_engine, PROMPT, SamplingParams(n=6, **wish))[0].outputs
+    ranked = sorted(every, key=lambda one: -one.cumulative_logprob / len(one.token_ids))
+    # Neither the first ones nor those with the highest log-probability in all, which are the shortest.
+    assert [one.index for one in ranked[:2]] != [0, 1]
+    assert ranked[0] is not max(every, key=lambda one: one.cumulative_logprob)
+    use(tiny_engine, "recompute", num_blocks=64)
+    found = run(tiny_engine, PROMPT, SamplingParams(n=2, best_of=6, **{**wish, "logprobs": logprobs}))[0].outputs
+    assert [(c.index, c.token_ids) for c in found] == [(i, c.token_ids) for i, c in enumerate(ranked[:2])]
+    assert [(c.text, c.finish_reason, c.stop_reason) for c in found] == [
+        (c.text, c.finish_reason, c.stop_reason) for c in ranked[:2]
+    ]
+    assert [c.logprobs for c in found] == ([c.logprobs for c in ranked[:2]] if logprobs else [None, None])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_best_come_out_together_once_all_samples_have_ended(tiny_engine, n):
+    use(tiny_engine, "recompute", num_blocks=64)
+    tiny_engine.add(tiny_engine.prepare(PROMPT, SamplingParams(n=n, best_of=4, **RANDOM), request_id="r"))
+    steps = []
+    while tiny_engine.has_work:
+        steps.append(tiny_engine.step())
+    (last,) = [updates for updates in steps if updates]
+    assert [(u.delta.index, u.delta.finish_reason) for u in last] == [(i, "length") for i in range(n)]
+
+
+def test_a_queue_must_take_all_samples_of_which_the_best_are_wanted():
+    engine = make_engine(max_queued_requests=3)
+    with pytest.raises(RequestError, match="1 prompt with best_of=4"):
+        engine.check([engine.prepare("abc", params(best_of=4), request_id="r")])
+
+
 def first_logprob(entry) -> float:
     return 0.0 if entry is None else next(iter(entry.values())).logprob
 

@@ -48,6 +48,21 @@ def test_openai_s_client_is_answered_by_the_engine(serving_of, engine):
     assert streamed == "defgh"
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_of_the_best_samples_come_back_as_many_as_were_asked_for(serving_of, engine, logprobs):
+    wish = {"model": "counting", "prompt": ["abc", "ABC"], "max_tokens": 5, "n": 2, "best_of": 4, "logprobs": logprobs}
+    with serving_of(engine) as server:
+        body = httpx.post(f"{server.url}/v1/completions", json=wish, timeout=30).json()
+    assert [choice["text"] for choice in body["choices"]] == ["defgh", "defgh", "DEFGH", "DEFGH"]
+    assert [choice["index"] for choice in body["choices"]] == list(range(4))
+    assert all((choice["logprobs"] is None) == (logprobs is None) for choice in body["choices"])
+    if logprobs is not None:  # each later sequence is less likely on this device
+        assert [choice["logprobs"]["token_logprobs"][0] for choice in body["choices"]] == pytest.approx(
+            [0, -0.1, -0.4, -0.5]
+        )
+    assert body["usage"]["completion_tokens"] == 20
+
+
 def test_a_client_that_goes_in_mid_stream_frees_its_blocks(serving_of, engine, wait_for):
     with serving_of(engine) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:

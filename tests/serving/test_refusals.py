@@ -28,8 +28,11 @@ NAMING_WHAT_IS_DONE_ANYWAY = {
     [
         ({"frobnicate": 1}, "frobnicate"),
         ({"suffix": "end"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
-        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 1.5}, "best_of"),
+        ({"best_of": 128, "prompt": ["a"] * 9}, "best_of"),
         ({"n": 0}, "n"),
         ({"n": 10**9}, "n"),
         ({"n": 128, "prompt": ["a"] * 9}, "n"),
