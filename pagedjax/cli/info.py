@@ -84,11 +84,12 @@ def _backends() -> Iterator[str]:
 
 
 def _weights() -> Iterator[str]:
-    from pallas_kernels import matmul
+    from pagedjax.engine.quantisation import choose_layout
 
-    choice = matmul.preferred("bfloat16", is_quantised=False)
-    yield f"weights: {choice.name}"
-    yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
+    for files, encodings in {"quantised files": ["Q4_1"], "other files": ["BF16"]}.items():
+        choice = choose_layout("auto", asked_dtype="auto", dtype="bfloat16", encodings=encodings)
+        yield f"weights of {files}: {choice.layout}"
+        yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
 
 
 def _native() -> str:

@@ -87,6 +87,9 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
     if state.suspects:
         left = [0 if batch.leaves_out(state, s.sequence_id) else num_left for s, num_left in zip(running, left)]
     budget = state.config.max_num_batched_tokens - left.count(1)
+    stock: tuple[int, ...] = ()
+    if not (by_rank or shared_tails):
+        pool, stock = take(pool, _num_blocks_lacking(running, left, budget, block_size))
     short = False
     for index, num_left in enumerate(left):
         length = num_left if num_left <= 1 else min(num_left, budget)
@@ -95,7 +98,11 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
         sequence = running[index]
         num_lacking = sequence.num_planned + length - len(sequence.blocks) * block_size
         copies_tail = writes_shared_tail(sequence, pool, shared_tails, block_size) if shared_tails else False
-        if num_lacking > 0 or copies_tail:
+        if num_lacking > 0 and stock:
+            num_new = num_blocks_for(num_lacking, block_size)
+            sequence, stock = sequence._replace(blocks=sequence.blocks + stock[:num_new]), stock[num_new:]
+            num_reserved -= num_new if sequence.stay.reserved else 0
+        elif num_lacking > 0 or copies_tail:
             num_new = num_blocks_for(max(num_lacking, 0), block_size) + copies_tail
             num_kept = 0 if sequence.stay.reserved else num_reserved
             while num_new + num_kept > pool.num_free:
@@ -134,6 +141,13 @@ def _is_scarce(left: list[int], num_free: int, config: SchedulerConfig) -> bool:
     num_prompts = len(left) - left.count(0) - left.count(1)
     num_wanted = len(left) + num_blocks_for(sum(left), config.block_size)
     return num_prompts > 1 or num_wanted > num_free or len(left) > config.max_num_seqs
+
+
+def _num_blocks_lacking(running: list[Sequence], left: list[int], budget: int, block_size: int) -> int:
+    """Blocks that a step in which nothing is scarce needs. (Taken in one go: a table is opened anew for each take.)"""
+    lengths = [min(num_left, budget) if num_left > 1 else num_left for num_left in left]
+    lacking = [s.num_planned + length - len(s.blocks) * block_size for s, length in zip(running, lengths)]
+    return sum([num_blocks_for(num_lacking, block_size) for num_lacking in lacking if num_lacking > 0])
 
 
 def _no_more_than(num_rows: int, left: list[int]) -> list[int]:

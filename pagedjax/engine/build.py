@@ -2,9 +2,8 @@
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.core.plan import Tier
 from pagedjax.engine.config import EngineConfig, resolve
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.quantisation import WeightChoice, choose_layout
 from pagedjax.engine.tokenizer import load_tokenizer
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import kv_cache
@@ -20,8 +20,8 @@ from pagedjax.runtime.pools import make_pools
 from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.swap import Pool, max_staging_bytes
 from pagedjax.weights import load, store
-from pagedjax.weights.pack import Layout
-from pallas_kernels import dispatch, matmul
+from pagedjax.weights.pack import PackedWeight, describe
+from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -37,21 +37,23 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     report("load", 0, 1)
     with load.open_checkpoint(path) as checkpoint:
         model_config = checkpoint.config
+        encodings = frozenset(checkpoint.encodings.values())
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     tokenizer.check_fits(model_config.vocab_size)
-    config = resolve(config, model_config, platform=jax.default_backend())
+    asked_dtype, config = config.dtype, resolve(config, model_config, platform=jax.default_backend())
     dtype = load.DTYPES[config.dtype]
-    layout = choose_layout(dtype)
+    choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
     backend = choose_attention(config, model_config)
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
-    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=layout)
+    weights: list[PackedWeight] = []
+    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append)
     report("load", 1, 1)
     pools = make_pools(config.runtime, bytes_per_block)
     staging_bytes = max_staging_bytes(config.scheduler(1), bytes_per_block) if pools else 0
     num_blocks = kv_cache.choose_num_blocks(
         config.runtime, config.scheduler(1), bytes_per_block, spared_bytes=staging_bytes
     )
-    logger.info("event=resolved %s", chosen(config, backend.name, layout, num_blocks))
+    logger.info("event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks))
     scheduler = with_tiers(config.scheduler(num_blocks), pools)
     runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype, pools=pools)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
@@ -88,16 +90,13 @@ def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, Pool]) -> Schedu
     )
 
 
-def choose_layout(dtype: Any) -> Layout:
-    """How to keep weights on this machine. Raises ConfigError for a variable of the environment that means nothing."""
-    try:
-        # Quantised files are dequantised: their own groups would round the activations too, which nobody asked for.
-        return matmul.preferred(dtype, is_quantised=False).name
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def chosen(config: EngineConfig, attention_backend: str, layout: str, num_blocks: int) -> str:
+def chosen(
+    config: EngineConfig,
+    attention_backend: str,
+    choice: WeightChoice,
+    weights: Sequence[PackedWeight],
+    num_blocks: int,
+) -> str:
     """What was left automatic, as it has been filled in: key=value."""
     choices = {
         "dtype": config.dtype,
@@ -105,7 +104,9 @@ def chosen(config: EngineConfig, attention_backend: str, layout: str, num_blocks
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_blocks": num_blocks,
         "attention_backend": attention_backend,
-        "weights": layout,
+        "weights": choice.layout,
+        "weights_reason": f'"{choice.reason}"',
+        "weights_packed": f'"{describe(weights)}"',
         "compilation_cache_dir": config.compilation_cache_dir,
     }
     return " ".join(f"{name}={value}" for name, value in choices.items())

@@ -16,6 +16,13 @@ from pagedjax.runtime.config import RuntimeConfig
 from pagedjax.weights.store import home_directory, served_model_name
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int8", "int4"]
+
+
+_QUANTIZATION = (
+    "of products' weights, on CPUs with native kernels; auto keeps a GGUF file's own unless a dtype is set, none "
+    "dequantises, int8 and int4 quantise by groups of 32 (embeddings and head: bfloat16 beside int8, int8 beside int4)"
+)
 
 
 def _option(default: Any, group: str, text: str) -> Any:
@@ -36,6 +43,7 @@ class EngineConfig:
     model: str = _option("smollm2-135m", "model", "a bundled name, a GGUF file, a model directory or a hub id")
     served_model_name: str | None = _option(None, "model", "the name in the API; from the model's path if not given")
     dtype: Dtype = _option("auto", "model", "of weights, activations and KV cache; auto is bfloat16 where it is fast")
+    quantization: Quantization = _option("auto", "model", _QUANTIZATION)
     max_model_len: int | None = _option(None, "model", "longest context in tokens, output included")
     seed: int = _option(0, "model", "makes sampling without a seed of its own repeatable")
 
@@ -74,6 +82,9 @@ class EngineConfig:
         _ = self.runtime
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}; set --dtype")
+        if self.quantization not in get_args(Quantization):
+            known = ", ".join(get_args(Quantization))
+            raise ConfigError(f"quantization {self.quantization!r} is not one of {known}; set --quantization")
         if self.preset not in get_args(Preset):
             raise ConfigError(f"preset {self.preset!r} is not one of {', '.join(get_args(Preset))}; set --preset")
         # The limits that are still automatic cannot be checked yet; stand-ins that fit the others are.
@@ -139,6 +150,8 @@ class EngineConfig:
 
 def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> EngineConfig:
     """The configuration with every automatic field filled, for `model` on `platform` ("cpu" or "gpu").
+
+    But for what the checkpoint's files decide: how weights are quantised (`engine.quantisation`).
 
     Raises ConfigError for limits that the model does not have.
     """

@@ -1,7 +1,7 @@
 """A checkpoint, whatever its files: a config, and tensors under Hugging Face's names; and the model made of it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM
 from pagedjax.weights import gguf_llama
 from pagedjax.weights.gguf import open_gguf
-from pagedjax.weights.pack import Layout, pack_for
+from pagedjax.weights.pack import Layout, PackedWeight, pack_for
 from pagedjax.weights.safetensors import open_safetensors
 from pallas_kernels.matmul import QuantisedRows
 from pallas_kernels.ragged_attention import AttentionBackend
@@ -28,17 +28,22 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 class Checkpoint:
     """One open checkpoint, a context manager.
 
-    `get(name)` gives one tensor in float32, bfloat16 or float16: a view of the file, or an array of the caller's own.
+    `encodings` says how each tensor is stored, in the file format's words. `get(name)` gives one tensor in float32,
+    bfloat16 or float16: a view of the file, or an array of the caller's own.
     `get_quantised(name)` gives it as the file quantised it, or None where it is not in groups of 4 or 8 bits.
     `tokenizer_source` is the path that holds the tokenizer. Views live on after `close`.
     """
 
     config: ModelConfig
-    names: frozenset[str]
+    encodings: Mapping[str, str]
     get: Callable[[str], np.ndarray]
     get_quantised: Callable[[str], QuantisedRows | None]
     tokenizer_source: Path
     close: Callable[[], None]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.encodings)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -59,20 +64,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_model(
-    path: str | Path, *, dtype: str, backend: AttentionBackend, layout: Layout = "float"
+    path: str | Path,
+    *,
+    dtype: str,
+    backend: AttentionBackend,
+    layout: Layout = "float",
+    note: Callable[[PackedWeight], None] = lambda weight: None,
 ) -> LlamaForCausalLM:
     """The model of the checkpoint at `path` with its weights in `dtype` (float32, bfloat16 or float16).
 
-    `layout` is how weights of products are kept: "float"; "packed_bf16"; or "grouped", the file's own groups of 4 and 8
-    bits as they are and all else as bfloat16 (both take native kernels: `matmul.preferred` says what suits). One tensor
-    at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and for tensors that are
-    missing, too many or of the wrong shape.
+    `layout` is how weights of products are kept, see `pack`; all but "float" take native kernels, and `note` is told of
+    each weight. One weight at a time is in memory beside the model. Raises ConfigError as `open_checkpoint` does, and
+    for tensors that are missing, too many or of the wrong shape.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; set --dtype to one of {', '.join(DTYPES)}")
     with open_checkpoint(path) as checkpoint:
         kind = registry.find(checkpoint.config)
-        pack = pack_for(checkpoint.get, checkpoint.get_quantised, layout)
+        pack = pack_for(checkpoint.get, checkpoint.get_quantised, checkpoint.encodings, layout, note=note)
         return kind.load(
             checkpoint.config, checkpoint.get, checkpoint.names, dtype=DTYPES[dtype], backend=backend, pack=pack
         )
@@ -89,13 +98,15 @@ def _open_gguf(path: Path) -> Checkpoint:
     def get_quantised(name: str) -> QuantisedRows | None:
         return gguf_llama.read_quantised(file, config, file_names[name])
 
-    return Checkpoint(config, frozenset(file_names), get, get_quantised, path, file.close)
+    encodings = {name: file.tensors[stored].encoding.name for name, stored in file_names.items()}
+    return Checkpoint(config, encodings, get, get_quantised, path, file.close)
 
 
 def _open_hf(directory: Path) -> Checkpoint:
     config = ModelConfig.from_hf(_read_config(directory / "config.json"))
     files = open_safetensors(directory)
-    return Checkpoint(config, files.names, files.read, lambda name: None, directory, files.close)
+    encodings = {name: files.encoding(name) for name in files.names}
+    return Checkpoint(config, encodings, files.read, lambda name: None, directory, files.close)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

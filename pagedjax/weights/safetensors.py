@@ -23,16 +23,19 @@ class SafetensorFiles:
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
+    def encoding(self, name: str) -> str:
+        """How the tensor is stored, in the format's words: F32, BF16 …"""
+        return self._files[name].get_slice(name).get_dtype()
+
     def read(self, name: str) -> np.ndarray:
         """The tensor as stored: float32, float16 or bfloat16. Raises ConfigError, by name, for another dtype."""
-        file = self._files[name]
-        stored = file.get_slice(name).get_dtype()
+        stored = self.encoding(name)
         if stored not in _DTYPES:
             raise ConfigError(
                 f"tensor {name} is stored as {stored}; {', '.join(_DTYPES)} can be read. Quantised safetensors are not "
                 "supported: take the plain checkpoint, or a GGUF file"
             )
-        return file.get_tensor(name)
+        return self._files[name].get_tensor(name)
 
     def close(self) -> None:
         """Let go of the files."""

@@ -19,16 +19,16 @@ class LayoutChoice(NamedTuple):
     refused: Mapping[str, str]
 
 
-def preferred(dtype: Any, *, is_quantised: bool) -> LayoutChoice:
-    """For a model that computes in `dtype`, whose checkpoint holds groups of 4 or 8 bits or not.
+def preferred(dtype: Any, *, not_grouped: str | None) -> LayoutChoice:
+    """For a model that computes in `dtype`; `not_grouped` is the reason against groups, if there is one.
 
-    "grouped" keeps those as they are, "packed_bf16" holds bfloat16 for native kernels, "float" is XLA's. Raises
+    "grouped" keeps groups of 4 or 8 bits, "packed_bf16" holds bfloat16 for native kernels, "float" is XLA's. Raises
     ValueError for a variable of the environment that means nothing (see `native`).
     """
     missing = native.unavailable()
     refused: dict[str, str] = {}
     for name in NAMES:
-        reason = _refusal(name, jnp.dtype(dtype), is_quantised, missing)
+        reason = _refusal(name, jnp.dtype(dtype), not_grouped, missing)
         if reason is None:
             for other in NAMES[NAMES.index(name) + 1 :]:
                 refused[other] = f"{name} is preferred"
@@ -37,13 +37,13 @@ def preferred(dtype: Any, *, is_quantised: bool) -> LayoutChoice:
     raise AssertionError("float is never refused")
 
 
-def _refusal(name: LayoutName, dtype: Any, is_quantised: bool, missing: str | None) -> str | None:
+def _refusal(name: LayoutName, dtype: Any, not_grouped: str | None, missing: str | None) -> str | None:
     if name == "float":
         return None
     if missing is not None:
         return f"it needs the native kernels: {missing}"
-    if name == "grouped" and not is_quantised:
-        return "the weights are not quantised"
+    if name == "grouped":
+        return not_grouped
     if dtype != jnp.bfloat16:
-        return f"it rounds, and {dtype} is asked for"
+        return f"it rounds, and the model computes in {dtype}"
     return None

@@ -20,6 +20,7 @@ from tests.runtime.tiny import CONFIG
         ({"max_model_len": 0}, "--max-model-len"),
         ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"quantization": "fp8"}, "--quantization"),
         ({"kv_cache_memory": 0.0}, "--kv-cache-memory"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override"),
         ({"swap_space": -0.5}, "--swap-space"),
@@ -42,6 +43,7 @@ def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
     automatic = {f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")}
     assert automatic <= {
         "served_model_name",
+        "quantization",
         "kv_cache_memory",
         "num_gpu_blocks_override",
         "attention_backend",

@@ -78,19 +78,19 @@ def test_bfloat16_pairs_of_sixteen_outputs_lie_together():
 
 
 def test_a_layout_that_rounds_is_never_chosen_for_float32():
-    choice = preferred("float32", is_quantised=True)
+    choice = preferred("float32", not_grouped="float32 is asked for")
     assert choice.name == "float"
     assert set(choice.refused) == {"grouped", "packed_bf16"}
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
-@pytest.mark.parametrize(("is_quantised", "name"), [(True, "grouped"), (False, "packed_bf16")])
-def test_native_layouts_are_chosen_for_bfloat16(is_quantised, name):
-    assert preferred("bfloat16", is_quantised=is_quantised).name == name
+@pytest.mark.parametrize(("reason", "name"), [(None, "grouped"), ("there are none", "packed_bf16")])
+def test_native_layouts_are_chosen_for_bfloat16(reason, name):
+    assert preferred("bfloat16", not_grouped=reason).name == name
 
 
 def test_without_native_kernels_the_reason_is_passed_on(monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: "no compiler")
-    choice = preferred("bfloat16", is_quantised=True)
+    choice = preferred("bfloat16", not_grouped=None)
     assert choice.name == "float"
     assert choice.refused["packed_bf16"] == "it needs the native kernels: no compiler"

@@ -1,0 +1,59 @@
+"""Whether a model's weights stay quantised, are quantised as they are loaded, or are dequantised: and why."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.engine.config import Quantization
+from pagedjax.weights.pack import Layout
+from pallas_kernels import matmul, native
+
+# How GGML names encodings by groups: Q4_1, IQ4_NL, TQ2_0, MXFP4.
+_QUANTISED = ("Q", "IQ", "TQ", "MXFP")
+
+
+class WeightChoice(NamedTuple):
+    """A model's layout, the reason for it, and those against the ones before it in order of preference."""
+
+    layout: Layout
+    reason: str
+    refused: Mapping[str, str]
+
+
+def choose_layout(
+    quantization: Quantization, *, asked_dtype: str, dtype: Any, encodings: Iterable[str]
+) -> WeightChoice:
+    """For a checkpoint stored in `encodings` and a model that computes in `dtype`, of which `asked_dtype` was said.
+
+    A file's own groups stay where nothing else was asked for. Raises ConfigError where `quantization` asks for what
+    cannot be had here, and for a variable of the environment that means nothing.
+    """
+    try:
+        missing = native.unavailable()
+        if quantization in ("int8", "int4"):
+            if missing is not None:
+                raise ConfigError(
+                    f"quantization {quantization} needs the native kernels: {missing}; set --quantization none"
+                )
+            return WeightChoice(quantization, "it is asked for", MappingProxyType({}))
+        quantised = sorted({name for name in encodings if name.startswith(_QUANTISED)})
+        choice = matmul.preferred(dtype, not_grouped=_against_groups(quantization, asked_dtype, quantised))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return WeightChoice(choice.name, _reason(choice, quantised), choice.refused)
+
+
+def _against_groups(quantization: Quantization, asked_dtype: str, quantised: list[str]) -> str | None:
+    if not quantised:
+        return "the checkpoint is not quantised"
+    if quantization == "none":
+        return "quantization none is asked for"
+    return None if asked_dtype == "auto" else f"dtype {asked_dtype} is asked for"
+
+
+def _reason(choice: matmul.LayoutChoice, quantised: list[str]) -> str:
+    if choice.name == "grouped":
+        return f"the checkpoint is quantised ({', '.join(quantised)})"
+    # A reason against both is the native kernels' absence.
+    return choice.refused["packed_bf16" if choice.name == "float" else "grouped"]
