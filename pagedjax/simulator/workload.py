@@ -16,7 +16,8 @@ class SimRequest(NamedTuple):
 
     It ends after `output_len` tokens; `max_tokens`, what the scheduler is told, is that unless given (a stop token
     comes before the limit, and nobody knows when). Its first `prefix_len` tokens are those of all requests with the
-    same `prefix`. `block_names`, where given, name every full block of the prompt instead.
+    same `prefix`. `block_names`, where given, name every full block of the prompt instead. With a `sample_index` it is
+    one more sample of the request that came so many places before it: the same prompt, whose blocks it shares.
     """
 
     arrival_us: int
@@ -29,6 +30,7 @@ class SimRequest(NamedTuple):
     prefix: str = ""
     prefix_len: int = 0
     block_names: tuple[bytes, ...] | None = None
+    sample_index: int = 0
 
     def for_scheduler(self, sequence_id: int) -> Request:
         return Request(
@@ -36,6 +38,7 @@ class SimRequest(NamedTuple):
             self.prompt_len,
             self.max_tokens or self.output_len,
             self.priority,
+            sequence_id - self.sample_index if self.sample_index else None,
             tenant=self.tenant,
             preemptible=self.preemptible,
         )
@@ -46,7 +49,7 @@ class SimRequest(NamedTuple):
             return self.block_names
         num_full, num_shared = self.prompt_len // block_size, min(self.prefix_len, self.prompt_len) // block_size
         shared = tuple([b"%24s%8d" % (self.prefix.encode()[:24], index) for index in range(num_shared)])
-        return shared + unique_names(sequence_id, num_shared, num_full)
+        return shared + unique_names(sequence_id - self.sample_index, num_shared, num_full)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

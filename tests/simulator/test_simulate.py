@@ -127,6 +127,19 @@ def test_prompts_with_equal_names_share_their_blocks():
     assert report.outcomes[1].ttft_us < report.outcomes[0].ttft_us
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_samples_of_one_request_share_all_of_its_prompts_blocks(enable_prefix_caching):
+    config, most = replace(CONFIG, enable_prefix_caching=enable_prefix_caching), []
+    samples = [request(42, 4, sample_index=index) for index in range(4)]
+    other = request(5, 4)
+    report = simulate(
+        config, [other, *samples], COST, observe=lambda _, event, after, effects: most.append(len(after.pool.counts))
+    )
+    assert report.totals.cached_tokens == 3 * 41
+    # Ten full blocks, and of the partial one behind them and the next a copy each; two for the other request.
+    assert max(most) <= 10 + 4 * 2 + 2
+
+
 def test_requests_of_one_prefix_share_what_lies_before_their_own_tokens():
     first, second = (
         request(42, 2, prefix="system", prefix_len=30),
