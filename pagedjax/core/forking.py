@@ -66,8 +66,13 @@ def with_own_tail(pool: BlockPool, sequence: Sequence, block_id: int) -> tuple[B
 def parent_of(sequence: Sequence, running: list[Sequence]) -> Sequence | None:
     """The running sequence with the same prompt whose blocks a waiting one can share. All who hold a block must know it
     by the same name, or all by none."""
-    parent = next((s for s in running if s.sequence_id == sequence.request.fork_of), None)
-    if parent is None or parent.phase is not Phase.RUNNING:
+    fork_of, num_tokens = sequence.request.fork_of, sequence.num_tokens
+    parent = next((s for s in running if s.sequence_id == fork_of and s.phase is Phase.RUNNING), None)
+    if parent is None:
+        # It may be gone, while another of its forks has the whole prompt too.
+        siblings = (s for s in running if s.request.fork_of == fork_of and s.phase is Phase.RUNNING)
+        parent = next((s for s in siblings if s.num_planned >= num_tokens), None)
+    if parent is None:
         return None
     names = parent.block_hashes[: len(sequence.block_hashes)]
     same_names = names == sequence.block_hashes and bool(names) is bool(parent.block_hashes)

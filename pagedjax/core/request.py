@@ -30,10 +30,10 @@ class Request(NamedTuple):
     """What the scheduler knows of one sequence: lengths in tokens, no token ids, no text.
 
     A lower `priority` is served earlier (vLLM's convention); it lies in -8..7. `fork_of` is a sequence with the same
-    prompt, whose blocks this one shares if that one still runs (parallel sampling). `needs_confirmation` says that the
-    next step needs the last token's value on the host (beams), so it is planned only once that token is confirmed.
-    `tenant` names whose account pays. One that is not `preemptible` runs from its first step to its last: it is
-    admitted once there is room for its prompt and `max_tokens`.
+    prompt, whose blocks this one shares if that one, or another fork of it, still runs (parallel sampling).
+    `needs_confirmation` says that the next step needs the last token's value on the host (beams), so it is planned only
+    once that token is confirmed. `tenant` names whose account pays. One that is not `preemptible` runs from its first
+    step to its last: it is admitted once there is room for its prompt and `max_tokens`.
     """
 
     sequence_id: int

@@ -96,6 +96,14 @@ def test_more_samples_than_slots_all_come_to_run():
     assert [c.text for c in output.outputs] == ["jklmn"] * 11
 
 
+def test_samples_that_come_to_run_after_the_first_one_has_ended_share_with_others():
+    engine = make_engine(max_num_seqs=3, enable_prefix_caching=False)
+    output, _ = run(engine, "abcdefghij", params(n=9, max_tokens=6))
+    assert [c.text for c in output.outputs] == ["klmnop"] * 9
+    # Each of the others computes the tail's two tokens anew, at most.
+    assert num_planned_tokens(engine) <= 10 + 8 * 2 + 9 * 5
+
+
 @pytest.mark.parametrize("num_steps", range(5))
 def test_an_abort_frees_the_samples_that_run_and_those_that_wait(num_steps):
     engine = make_engine(max_num_seqs=2, max_num_batched_tokens=4)
