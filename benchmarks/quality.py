@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, help="the first so many only")
     parser.add_argument("--json")
     options = parser.parse_args()
+    commit = git_commit(Path(__file__).parent)  # before the runs, during which the tree may change
     text = TEXT.read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(["float32", *options.variants]):
@@ -71,7 +72,7 @@ def main() -> int:
             encodings = sorted(set(checkpoint.encodings.values()))
         record = {
             "command": shlex.join(["python", *sys.argv]),
-            "git": git_commit(Path(__file__).parent),
+            "git": commit,
             "machine": describe_machine(),
             "versions": versions(),
             "load_average": os.getloadavg()[0],
