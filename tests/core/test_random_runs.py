@@ -28,6 +28,11 @@ def test_narrow_worlds_do_not_get_stuck(limits):
         random_world(1000 + seed, num_events=150, **limits)
 
 
+def test_a_lone_slot_that_changing_ranks_fight_over_is_left_in_the_end():
+    # Twenty-three preemptions for 27 tokens: one plan more than if ranks had stayed as they were.
+    random_world(500669)
+
+
 def first_rows(world):
     """The first row of every sequence."""
     seen = {}
