@@ -6,13 +6,12 @@ The limits: a decode step (StepDue and StepDone together) within 1 ms at 256 run
 arrival and finish within 50 us + 1.5 us a block; planning a prefill within 1 ms + 2 us a new block; all of it flat in
 the number waiting. Context lengths are staggered, so that every step takes and names blocks for some of its rows. With
 *tenants*, running and waiting requests belong to that many in turn. Times are CPU times of the thread over single
-calls: best, median and 99th percentile. The garbage collector runs, after what the set-up made was frozen, as a server
-does once it has started. A *warm* pool has no clean block: all that is free is idle and cached, so every block taken is
-an eviction.
+calls: best, median and 99th percentile. The garbage collector runs as in a server that has started: what the set-up
+made is frozen, and collections are rare (`pagedjax.engine.build.spare_collections`). A *warm* pool has no clean block:
+all that is free is idle and cached, so every block taken is an eviction.
 """
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -30,6 +29,7 @@ from pagedjax.core.plan import RowResult
 from pagedjax.core.request import Request
 from pagedjax.core.scheduler import init, update
 from pagedjax.core.state import Aborted, Arrived, Event, Sequence, State, StepDone, StepDue
+from pagedjax.engine.build import spare_collections
 
 BLOCK_SIZE = 16
 NUM_RUNNING = 256
@@ -69,7 +69,7 @@ def decode_steps(num_steps: int) -> Iterator[Figure]:
     for num_waiting, warm, num_tenants in [*cases, (NUM_WAITING, False, 8)]:
         state = with_waiting(busy(NUM_RUNNING, warm=warm, num_tenants=num_tenants), num_waiting, num_tenants)
         state, _ = update(state, StepDue(0))
-        freeze()
+        spare_collections()
         due, done = [], []
         for _ in range(num_steps):
             due_us, state = timed(state, StepDue(0))
@@ -185,7 +185,7 @@ WARM_NAMES = tuple(name(10**9, i) for i in range(NUM_BLOCKS))
 
 def repeated(state: State, event: Event) -> list[float]:
     """Times of the same event from the same state, which is a value and so can be used again."""
-    freeze()
+    spare_collections()
     times_us = [timed(state, event)[0]]
     while len(times_us) < NUM_REPEATS and sum(times_us) < MAX_REPEATS_US:
         times_us.append(timed(state, event)[0])
@@ -196,11 +196,6 @@ def timed(state: State, event: Event) -> tuple[float, State]:
     start_ns = time.thread_time_ns()
     state, _ = update(state, event)
     return (time.thread_time_ns() - start_ns) / 1000, state
-
-
-def freeze() -> None:
-    gc.collect()
-    gc.freeze()
 
 
 def figure_of(what: str, times_us: list[float], limit_us: float | None, setting: dict[str, Any]) -> Figure:

@@ -61,9 +61,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
         costs = runner.measure_costs()
         logger.info("event=measured %s", " ".join(f"{name}={value}" for name, value in costs._asdict().items()))
         scheduler = replace(scheduler, **costs._asdict())
-    # What is here now stays: later collections need not walk it, which cost a step a tenth of a millisecond.
-    gc.collect()
-    gc.freeze()
+    spare_collections()
     return Engine(config, scheduler, runner, tokenizer)
 
 
@@ -110,6 +108,14 @@ def chosen(
         "compilation_cache_dir": config.compilation_cache_dir,
     }
     return " ".join(f"{name}={value}" for name, value in choices.items())
+
+
+def spare_collections() -> None:
+    """What is here now stays, so later collections need not walk it; and they come less often, since the scheduler's
+    values, a thousand new ones a step, hold no cycles. Together a fifth of a scheduler step at 256 rows."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _silent(phase: str, done: int, total: int) -> None:
