@@ -56,7 +56,8 @@ def is_shielded(sequence: Sequence, order: Order) -> bool:
 
 def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[Sequence]:
     worst = _worst_grade(running, order)
-    num_blocks = None
+    num_blocks: int | None = None
+    candidates: list[int] | None = None
     for waiter in lines.in_rank_order(state.waiting, order.in_line):
         grade = order.grade_in_line(waiter)
         if grade >= worst or not _may_preempt(waiter, grade, order):
@@ -64,9 +65,11 @@ def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[
         if num_blocks is None:  # the first that comes so far; in most steps none does
             num_slots = max(0, order.config.max_num_seqs - _num_running(running))
             num_blocks = state.pool.num_free - num_blocks_promised(running, order)
-            candidates = _candidates(running, order, grade)
         num_needed = _num_needed(state, waiter, order)
-        victims = _victims(state, order, running, candidates, grade, num_slots, num_blocks, num_needed)
+        victims: list[int] | None = []
+        if num_slots < 1 or num_needed > num_blocks:
+            candidates = _candidates(running, order, grade) if candidates is None else candidates
+            victims = _victims(state, order, running, candidates, grade, num_slots, num_blocks, num_needed)
         if victims is None:
             break
         for index in victims:
