@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import generate_latest
 
 from pagedjax.engine.metrics import EngineMetrics
 from serving.metrics import HttpMetrics
 from tests.engine.fakes import make_engine
 
-yaml = pytest.importorskip("yaml")
 RULES = Path(__file__).parents[2] / "serving" / "deploy" / "prometheus" / "alerts.yml"
 
 
