@@ -15,8 +15,10 @@ from pagedjax import __version__
 from pagedjax.cli import flags
 from pagedjax.cli.flags import option
 from pagedjax.core.errors import ConfigError, RequestError
+from pagedjax.engine.huge_pages import restart_with_huge_pages
 
 DEFAULT_MODEL = "smollm2-135m"
+COMPUTING = ("serve", "chat", "bench")  # commands that run a model in this process
 MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
 
 
@@ -56,6 +58,8 @@ def main() -> NoReturn:
     It leaves without the interpreter's own exit, which waits seconds for what XLA and the compiling threads have
     left: by now servers have drained and files are closed, and the system frees the rest at once.
     """
+    if sys.argv[1:2] and sys.argv[1] in COMPUTING:
+        restart_with_huge_pages()
     status = run(sys.argv[1:])
     logging.shutdown()
     try:

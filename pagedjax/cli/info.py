@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pagedjax import __version__
 from pagedjax.bench.machine import describe_machine
 from pagedjax.core.errors import ConfigError
+from pagedjax.engine import huge_pages
 from pagedjax.engine.config import cpu_flags
 
 PACKAGES = (
@@ -54,6 +55,7 @@ def _processor() -> Iterator[str]:
     yield _row("cores", f"{machine['num_cpus']} usable of {os.cpu_count()}")
     yield _row("features", " ".join(f for f in X86_FEATURES + ARM_FEATURES if f in flags) or "none known")
     yield _row("memory", "unknown" if memory_bytes is None else f"{memory_bytes / 2**30:.1f} GiB")
+    yield _row("huge pages", huge_pages.state())
 
 
 def _devices() -> Iterator[str]:
