@@ -16,9 +16,8 @@ Forgotten is what no later decision can depend on:
 """
 
 import marshal
-from functools import cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagedjax.core.blocks import BlockPool
 from pagedjax.core.plan import Scatter, StepPlan, Tier
@@ -28,88 +27,12 @@ from pagedjax.core.table import PAGE_SIZE, Table
 from pagedjax.core.tenants import PROMPT_COST, SAMPLE_COST, SCALE, Tenant
 from pagedjax.core.tiers import Copy, pool_of
 from pagedjax.core.waiting import in_rank_order
-from tests.core.model import SLICE_US, Asked, Instance, Model, names_of_stream
+from tests.core.model import SLICE_US, Model
+from tests.core.naming import GONE, Naming
 
 PHASES = {phase: number for number, phase in enumerate(Phase)}
 PHASES[Phase.ABORTING] = PHASES[Phase.FINISHING]
 TIERS = {Tier.HOST: 0, Tier.DISK: 1}
-GONE = -1
-
-
-class Stakes(NamedTuple):
-    """What can still matter, given the requests that are here and those that are to come: the names that somebody can
-    ask for; the least priority number of all; the tenants; whether their counters decide anything."""
-
-    wanted: dict[bytes, int]
-    best: int
-    tenants: frozenset[str]
-    counters_decide: bool
-
-
-@cache
-def _stakes(kinds: tuple[tuple[Asked, int], ...], size: int, ages: bool) -> Stakes:
-    """`kinds` are the requests, and for each fork the salt of its tokens."""
-    wanted: dict[bytes, int] = {}
-    for asked, salt in kinds:
-        for name in names_of_stream(asked.prompt, asked.max_tokens, salt, size):
-            wanted.setdefault(name, len(wanted))
-    grades = {(asked.tenant, asked.priority) for asked, _ in kinds}
-    tenants = frozenset(tenant for tenant, _ in grades)
-    alike = len({priority for _, priority in grades}) < len(grades)
-    decide = len(tenants) > 1 and (ages or alike)
-    return Stakes(wanted, min((priority for _, priority in grades), default=0), tenants, decide)
-
-
-class Naming:
-    """New numbers for what a model's state names. Blocks get theirs as they are first met."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        here = model.here()
-        self.sequences = {sequence_id: place for place, sequence_id in enumerate(here)}
-        self.transfers = {transfer_id: place for place, transfer_id in enumerate(model.transfers())}
-        self.blocks: dict[Any, dict[int, int]] = {Tier.DEVICE: {}, Tier.HOST: {}, Tier.DISK: {}}
-        asked, config = model.asked, model.state.config
-        kinds = [(asked[model.kinds[i]], i if model.requests[i].fork_of is not None else 0) for i in here]
-        kinds += [(asked[kind], 0) for kind in model.to_come]
-        self.stakes = _stakes(tuple(kinds), config.block_size, model.instance.slices_to_age > 0)
-
-    def number_blocks(self) -> None:
-        """Number all blocks but the clean ones, which are all alike."""
-        canonical(self)
-
-    def block(self, block_id: int, tier: Tier = Tier.DEVICE) -> int:
-        known = self.blocks[tier]
-        return known.setdefault(block_id, len(known))
-
-    def table(self, block_ids: tuple[int, ...], tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
-        known = self.blocks[tier]
-        return tuple([known.setdefault(block_id, len(known)) for block_id in block_ids])
-
-    def sequence(self, sequence_id: int | None) -> int:
-        return GONE if sequence_id is None else self.sequences.get(sequence_id, GONE)
-
-    def transfer(self, transfer_id: int) -> int:
-        """One that has ended already has nothing that tells it from others."""
-        return self.transfers.get(transfer_id, GONE)
-
-    def name(self, name: bytes) -> int:
-        if len(name) == 32:
-            return self.stakes.wanted.get(name, GONE)
-        sequence_id, index, num_more = _private(name)
-        place = self.sequence(sequence_id)
-        return GONE if place == GONE else 10_000 * (place + 1) + 100 * index + num_more
-
-    def names(self, names: tuple[bytes, ...]) -> tuple[int, ...]:
-        return tuple([self.name(name) for name in names])
-
-
-@cache
-def _private(name: bytes) -> tuple[int, int, int]:
-    """The sequence, the index and the number of tokens, 0 if full, of a block with a private name."""
-    sequence_id, _, place = name.partition(b":")
-    index, _, num_more = place.partition(b"+")
-    return int(sequence_id), int(index), int(num_more or 0)
 
 
 def digest(model: Model) -> bytes:
@@ -118,6 +41,7 @@ def digest(model: Model) -> bytes:
 
 
 def canonical(naming: Naming) -> tuple[Any, ...]:
+    """All that is told apart. All blocks have their numbers then, but the clean ones, which are all alike."""
     model = naming.model
     state = model.state
     tiers, waiting = state.tiers, state.waiting
@@ -175,8 +99,7 @@ def _times(naming: Naming, s: Sequence) -> tuple[int, ...]:
     if s.phase not in STAYS and s.phase is not Phase.YIELDING:
         return (min(waited + elapsed, most),)
     is_top = s.request.priority <= naming.stakes.best and not instance.slices_to_age and instance.min_sample >= 1_000
-    may_yield = s.phase in STAYS and not (stay.reserved or is_top)
-    return min(waited, most), min(elapsed, 1) if may_yield else 0
+    return min(waited, most), min(elapsed, 1) if s.phase in STAYS and not is_top else 0
 
 
 def _plan(naming: Naming, plan: StepPlan) -> tuple[Any, ...]:
@@ -268,7 +191,8 @@ def _num_to_book(model: Model) -> int:
     state, asked = model.state, model.asked
     config, sequences = state.config, [*state.running, *in_rank_order(state.waiting)]
     num = sum(SAMPLE_COST for plan in state.in_flight for row in plan.rows if row.samples)
-    num += 2 * model.num_failures[0] * (PROMPT_COST * config.max_num_batched_tokens + 2 * SAMPLE_COST * config.max_num_seqs)
+    in_a_plan = PROMPT_COST * config.max_num_batched_tokens + 2 * SAMPLE_COST * config.max_num_seqs
+    num += model.num_failures[0] * config.max_steps_in_flight * in_a_plan
     for kind in model.to_come:
         num += PROMPT_COST * len(asked[kind].prompt) + 2 * SAMPLE_COST * asked[kind].max_tokens
     for s in sequences:

@@ -81,11 +81,11 @@ _ASKED = (Asked((1, 2, 3), 3, 0, "gold"), Asked((1, 2, 4, 5), 3, 0, "gold"), Ask
 _LIMITS = {"num_blocks": 6, "num_host_blocks": 3, "max_num_seqs": 3}
 LARGE = (
     Instance("full", _ASKED, _LIMITS, num_aborts=1),
-    Instance("full, all aborted", _ASKED, _LIMITS, num_failures=0),
-    Instance("full, fails twice", _ASKED, _LIMITS, num_failures=2, num_aborts=0),
-    Instance("full, ages", _ASKED, _LIMITS, 0, 1, slices_to_age=1),
-    Instance("full, on disk too", _ASKED, _LIMITS | {"num_host_blocks": 2, "num_disk_blocks": 1}, num_aborts=0),
-    Instance("full, forks", (*_ASKED[:1], _ASKED[0]._replace(is_fork=True), _ASKED[2]), _LIMITS, num_aborts=0),
-    Instance("full, fair", tuple([one._replace(priority=0) for one in _ASKED]), _LIMITS, num_aborts=0),
+    Instance("full aborts", _ASKED, _LIMITS, num_failures=0),
+    Instance("full failures", _ASKED, _LIMITS, num_failures=2, num_aborts=0),
+    Instance("full ages", _ASKED, _LIMITS, 0, 1, slices_to_age=1),
+    Instance("full disk", _ASKED, _LIMITS | {"num_host_blocks": 2, "num_disk_blocks": 1}, num_aborts=0),
+    Instance("full forks", (*_ASKED[:1], _ASKED[0]._replace(is_fork=True), _ASKED[2]), _LIMITS, num_aborts=0),
+    Instance("full fair", tuple([one._replace(priority=0) for one in _ASKED]), _LIMITS, num_aborts=0),
 )
 INSTANCES = {instance.name: instance for instance in (*SMALL, *LARGE)}

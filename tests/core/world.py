@@ -17,7 +17,7 @@ from typing import Any
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.invariants import check
 from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
-from pagedjax.core.policy import STAYS, order_of
+from pagedjax.core.policy import STAYS, Order, order_of, waited_us
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
@@ -43,7 +43,7 @@ from pagedjax.core.state import (
     SwapOut,
     TransferDone,
 )
-from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.core.tenants import DEFAULT_TENANT, account
 from pagedjax.core.waiting import find, in_rank_order
 from pagedjax.core.yielding import is_shielded
 
@@ -220,6 +220,7 @@ class World:
         self.check_state()
         self._check_victims(before)
         self._check_admissions(before)
+        self._check_turns(before)
         for effect in effects:
             self._carry_out(effect)
         self._check_conservation()
@@ -407,7 +408,7 @@ class World:
         go_on = [s for s in self.state.running if s.phase in STAYS and s.sequence_id in ran]
         top = min(map(order.running, go_on), default=())
         last = max([order.running(s) for s in go_on if not s.stay.reserved], default=())
-        waiters = [order.grade_in_line(s) for s in in_rank_order(before.waiting)]
+        waiters = [order.grade_in_line(s) for s in in_rank_order(before.waiting) if self._may_preempt(s, order)]
         for victim in victims:
             sequence = ran[victim.sequence_id]
             assert not sequence.stay.reserved, "one that must not be preempted is"
@@ -415,9 +416,27 @@ class World:
                 chosen = len(before.tenants.accounts) > 1 and victim.stay.reason == "memory"
                 assert order.running(sequence) > (top if chosen else last), "a victim outranks a beneficiary"
             else:
-                assert min(waiters) < order.grade(sequence), "a victim outranks its beneficiary"
+                assert min(waiters, default=(True,)) < order.grade(sequence), "a victim outranks its beneficiary"
                 assert not is_shielded(sequence, order), "a sequence is preempted too soon"
                 assert not order.protects(sequence.request.tenant), "a tenant that is owed is preempted"
+
+    def _may_preempt(self, waiter: Sequence, order: Order) -> bool:
+        """In conservative mode only who is owed, aged or has waited a time slice."""
+        waited, (not_owed, not_aged, _) = waited_us(waiter, order.now_us), order.grade_in_line(waiter)
+        is_urgent = not (not_owed and not_aged) or waited >= order.config.time_slice_us
+        return is_urgent or order.config.preemption_mode == "aggressive"
+
+    def _check_turns(self, before: State) -> None:
+        """Who gets in line starts at no less than the least counter there, or else the last one's that was there."""
+        tenants, queues = self.state.tenants, self.state.waiting.queues
+        line = before.waiting.queues
+        known = [account(one, name).counter for one in (before.tenants, tenants) for name in line]
+        least = min(known, default=before.tenants.last_counter)
+        for name in queues:
+            assert name in line or account(tenants, name).counter >= least, "a tenant has banked credit"
+        if line and not queues:
+            least = min([tenant.counter for tenant in tenants.accounts.values()])
+            assert tenants.last_counter >= least, "the last turn is forgotten"
 
     def _check_admissions(self, before: State) -> None:
         """Whoever is admitted has a slot, and room for all its tokens and a block of headroom; in some order."""
