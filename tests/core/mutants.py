@@ -451,7 +451,6 @@ MUTANTS = [
     (yielding, "_may_preempt", preempt_impatiently),
     (yielding, "_victims", preempt_who_ranks_alike),
     (parking, "hold_copies", hold_without_counting),
-    (parking, "await_writes", await_nothing),
     (transfers, "forget", forget_nothing),
     (transfers, "settle", settle_nothing),
     (scheduler, "add_children", share_no_tails),
@@ -463,6 +462,7 @@ MUTANTS = [
 MUTANTS_FOR_SEARCH = [
     (planning, "charge", charge_twice, "way"),
     (planning, "charge", charge_somebody_else, "way"),
+    (parking, "await_writes", await_nothing, "slot"),
     (scheduler, "enter", bank_credit, "turns"),
     (planning, "leave", forget_who_was_in_line, "turns"),
     (scheduler, "_refunded", refund_nothing, "way"),

@@ -416,7 +416,7 @@ class World:
                 chosen = len(before.tenants.accounts) > 1 and victim.stay.reason == "memory"
                 assert order.running(sequence) > (top if chosen else last), "a victim outranks a beneficiary"
             else:
-                assert min(waiters, default=(True,)) < order.grade(sequence), "a victim outranks its beneficiary"
+                assert waiters and min(waiters) < order.grade(sequence), "a victim outranks its beneficiary"
                 assert not is_shielded(sequence, order), "a sequence is preempted too soon"
                 assert not order.protects(sequence.request.tenant), "a tenant that is owed is preempted"
 
