@@ -59,6 +59,8 @@ def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[
     num_blocks: int | None = None
     candidates: list[int] | None = None
     for waiter in lines.in_rank_order(state.waiting, order.in_line):
+        if waiter.awaits_choice:
+            continue
         grade = order.grade_in_line(waiter)
         if grade >= worst or not _may_preempt(waiter, grade, order):
             break
