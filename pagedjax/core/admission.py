@@ -39,7 +39,7 @@ def admit(state: State, batch: Batch) -> State:
     for sequence in lines.in_rank_order(state.waiting, order.in_line):
         if slots <= 0 or budget == 0 or num_passed_over == MAX_PASSED_OVER:
             break
-        if sequence.awaits_choice or state.suspects and batch.leaves_out(state, sequence.sequence_id):
+        if sequence.awaits_choice or (state.suspects and batch.leaves_out(state, sequence.sequence_id)):
             continue
         start = _start_of(state, batch, sequence, pool, tiers, running)
         if start is None:

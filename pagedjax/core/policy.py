@@ -144,7 +144,7 @@ def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
 
 def is_reserved(sequence: Sequence, config: SchedulerConfig) -> bool:
     """Whether room for all that a sequence may need is to be kept from its admission on, so that it is never
-    preempted. Not of beams: what their forks will need cannot be known, and each must be able to give way to the others.
+    preempted. Not of beams: what their forks will need is not known, and each must be able to give way to the others.
     """
     request = sequence.request
     return not (request.needs_confirmation or (config.enable_preemption and request.preemptible))

@@ -54,7 +54,7 @@ class BeamWorld(World):
         live: dict[int, list[int]] = {i: [] for i in members}
         for tokens, token, i in offers[: self.width]:
             output = [*tokens[request.prompt_len :], token]
-            if len(output) == request.max_tokens or self.stop_every and token % self.stop_every == 0:
+            if len(output) == request.max_tokens or (self.stop_every and token % self.stop_every == 0):
                 self.results[group].append(output)
             else:
                 live[i].append(token)
