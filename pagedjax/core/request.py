@@ -187,8 +187,8 @@ def _check_beams(params: SamplingParams) -> None:
             if getattr(params, name) != neutral:
                 raise RequestError(f"{name} is for beam search only", param=name)
         return
-    for name, neutral in _NEUTRAL_FOR_BEAMS.items():
-        if getattr(params, name) not in neutral:
+    for name, neutrals in _NEUTRAL_FOR_BEAMS.items():
+        if getattr(params, name) not in neutrals:
             raise RequestError(f"{name} {getattr(params, name)!r} cannot be combined with beam search", param=name)
     if params.n not in (1, params.beam_width):
         raise RequestError(f"n {params.n} must be the beam width, {params.beam_width}", param="n")

@@ -8,6 +8,7 @@ early_stopping "never" or True; there as here the token that ends an output coun
 The beams need not be in one step: one that is computed before the others waits for its choice (`core.choosing`).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -114,7 +115,7 @@ class Beams:
             so_far = beam.output.cumulative_logprob or 0.0
             ids, logprobs = self.heard[sequence_id]
             for rank, (token_id, logprob) in enumerate(zip(ids.tolist(), logprobs.tolist()), 1):
-                if token_id not in barred and logprob > -np.inf:
+                if token_id not in barred and logprob > -math.inf:
                     offers.append(Offer(so_far + logprob, beam, rank))
         return offers
 
@@ -143,7 +144,7 @@ class Beams:
         return token_logprobs(self.tokenizer, all_ids, all_logprobs, rank, self.params.logprobs or 0)
 
     def _score(self, output: CompletionOutput) -> float:
-        return (output.cumulative_logprob or 0.0) / len(output.token_ids) ** self.params.length_penalty
+        return self._worth(output.cumulative_logprob or 0.0, len(output.token_ids))
 
     def _is_over(self, going_on: list[Beam]) -> bool:
         if len(self.finished) < self.width or not going_on:
@@ -155,7 +156,10 @@ class Beams:
         falls, and its length is what is best for the score."""
         lengths = len(best.token_ids) + 1, self.params.max_tokens or len(best.token_ids) + 1
         most = max(lengths) if self.params.length_penalty > 0 else min(lengths)
-        return (best.cumulative_logprob or 0.0) / most**self.params.length_penalty
+        return self._worth(best.cumulative_logprob or 0.0, most)
+
+    def _worth(self, logprob: float, num_tokens: int) -> float:
+        return logprob / math.pow(num_tokens, self.params.length_penalty)
 
     def _forked(self, going_on: list[Beam], tokens: TokenTable, new_id: Callable[[], int]) -> dict[int, list[int]]:
         """Append their tokens. The best beam that continues another one takes its place, the others are its forks.

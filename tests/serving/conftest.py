@@ -118,7 +118,7 @@ class FakeEngine:
         self.reply, self.hang, self.fail_after, self.refuse = reply, hang, fail_after, refuse
         self.failure = failure or RuntimeError("secret detail of a crash")
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
-        self.submitted, self.aborted, self.tenants = [], [], []
+        self.submitted, self.aborted, self.tenants, self.preemptible = [], [], [], []
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
 
@@ -132,8 +132,9 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default"):
+    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", preemptible=True):
         self.tenants.append(tenant)
+        self.preemptible.append(preemptible)
         return prompt, params, request_id, priority
 
     def submit_all(self, requests):
