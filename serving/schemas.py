@@ -17,6 +17,7 @@ from serving.fields import Check, boolean, integer, known_fields, number, one_of
 from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
 
 MAX_CHOICES = 1024
+MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class CompletionCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class ChatCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    cache_salt: str = ""
 
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
@@ -109,6 +112,12 @@ def _priority(value: Any, name: str) -> int:
     return int(value)
 
 
+def _cache_salt(value: Any, name: str) -> str:
+    if not 0 < len(string(value, name)) <= MAX_SALT_CHARS:
+        raise RequestError(f"{name} must have 1 to {MAX_SALT_CHARS} characters", param=name)
+    return str(value)
+
+
 def _at_least_one(value: Any, name: str) -> int:
     if integer(value, name) < 1:
         raise RequestError(f"{name} must be an integer at least 1, not {value}", param=name)
@@ -146,6 +155,7 @@ _DELIVERY: dict[str, Check] = {
     "stream": boolean,
     "stream_options": _stream_options,
     "priority": _priority,
+    "cache_salt": _cache_salt,
     "user": string,
 }
 _COMPLETION: dict[str, Check] = {
@@ -208,6 +218,7 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
         "stream": given.get("stream", False),
         "include_usage": given.get("stream_options", False),
         "priority": given.get("priority", 0),
+        "cache_salt": given.get("cache_salt", ""),
     }
 
 

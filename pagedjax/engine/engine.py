@@ -12,7 +12,6 @@ from dataclasses import replace
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
-from pagedjax.core.prefix import root_hash
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.core.scheduler import init, refusal, update
 from pagedjax.core.state import (
@@ -86,6 +85,7 @@ class Engine:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         preemptible: bool = True,
+        cache_salt: str = "",
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         return submission(
@@ -97,6 +97,7 @@ class Engine:
             priority=priority,
             tenant=tenant,
             preemptible=preemptible,
+            cache_salt=cache_salt,
         )
 
     def check(self, requests: Sequence[Submission]) -> None:
@@ -300,7 +301,7 @@ class Engine:
             params,
             eos | frozenset(params.stop_token_ids or ()),
             self._detokenizer(params),
-            (hashes[-1] if hashes else root_hash(request.tenant)) if is_named else None,
+            (hashes[-1] if hashes else request.root_hash) if is_named else None,
         )
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
