@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import ConfigError, RequestError
-from serving import admin, dashboard, errors
+from serving import admin, dashboard, errors, shapes
 from serving.edge import Edge, read_body
 from serving.errors import json_response
 from serving.generation import Active, ActiveRequests, Generation
@@ -27,7 +27,7 @@ from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head, Rendering
 from serving.reading import Call, Read, read_chat, read_completion
 from serving.schemas import ChatCall, CompletionCall
-from serving.workers import Workers
+from serving.workers import MAX_INLINE_BYTES, Workers
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission
@@ -132,7 +132,8 @@ class Service:
             if caller.key is not None:
                 self.limits.take_request(caller.key)
         body = await self._body(request)
-        return await self.workers.read(len(body), lambda: read(self.engine, body, response_id, caller.tenant))
+        num_bytes = max(len(body), MAX_INLINE_BYTES + 1) if any(mark in body for mark in shapes.MARKS) else len(body)
+        return await self.workers.read(num_bytes, lambda: read(self.engine, body, response_id, caller.tenant))
 
     def submit(self, request: Request, submissions: Sequence["Submission"], streams: bool = True) -> Sequence[Stream]:
         """Queue what was read, within what the caller's key allows. Raises RequestError."""

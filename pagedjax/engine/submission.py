@@ -15,11 +15,13 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.prefix import ROOT_HASH, hash_block, root_hash
 from pagedjax.core.request import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
 from pagedjax.core.tenants import DEFAULT_TENANT, is_tenant_name
+from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.tokenizer import Tokenizer
 
 
 class Submission(NamedTuple):
-    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks."""
+    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks;
+    `grammar` is where structured output begins."""
 
     request_id: str
     prompt: str | None
@@ -30,6 +32,7 @@ class Submission(NamedTuple):
     tenant: str = DEFAULT_TENANT
     preemptible: bool = True
     cache_salt: str = ""
+    grammar: GrammarState | None = None
 
     @property
     def root_hash(self) -> bytes:
