@@ -88,8 +88,10 @@ def test_preemption_does_not_show(tiny_engine, kind):
 def test_one_step_ahead_gives_what_one_at_a_time_gives(engine):
     params = [shaped(SHAPES["regex"][0], seed=3), SamplingParams(**RANDOM), shaped(SHAPES["gbnf"][0], seed=4)]
     ahead = texts(engine, params)
-    engine.state = replace(engine.state, config=replace(engine.state.config, async_scheduling=False))
+    whole = engine.state
+    engine.state = replace(whole, config=replace(whole.config, async_scheduling=False))
     assert texts(engine, params) == ahead
+    engine.state = whole
 
 
 def test_every_sample_of_a_request_has_the_shape_and_its_own_way(engine):
