@@ -72,6 +72,7 @@ def _prepare(
             priority=call.priority,
             tenant=tenant,
             preemptible=call.preemptible,
+            cache_salt=call.cache_salt,
         )
         for prompt, name in zip(prompts, names)
     ]

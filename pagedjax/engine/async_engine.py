@@ -147,12 +147,19 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         preemptible: bool = True,
+        cache_salt: str = "",
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         engine = self._ready_engine()
         return engine.prepare(
-            prompt, params, request_id=request_id, priority=priority, tenant=tenant, preemptible=preemptible
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            preemptible=preemptible,
+            cache_salt=cache_salt,
         )
 
     def submit(
