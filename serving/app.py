@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import ConfigError, RequestError
-from serving import admin, dashboard, errors, shapes
+from serving import admin, dashboard, errors, shapes, tools
 from serving.edge import Edge, read_body
 from serving.errors import json_response
 from serving.generation import Active, ActiveRequests, Generation
@@ -25,6 +25,7 @@ from serving.keys import ApiKey, KeySource
 from serving.limits import Limits
 from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head, Rendering
+from serving.options import ApiOptions
 from serving.reading import Call, Read, read_chat, read_completion
 from serving.schemas import ChatCall, CompletionCall
 from serving.workers import MAX_INLINE_BYTES, Workers
@@ -42,13 +43,14 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     trust_tenant_header: bool = False,
     keys: KeySource = KeySource(),  # noqa: B008  (it is frozen)
+    options: ApiOptions = ApiOptions(),  # noqa: B008
 ) -> Starlette:
     """The app over an engine, which it starts and stops with itself. `app.state.service` is its Service.
 
     Trust X-Tenant only behind a gateway that sets it: else callers choose whose share pays for them. Raises
     ConfigError for keys that cannot be read.
     """
-    service = Service(engine, trust_tenant_header=trust_tenant_header, keys=keys)
+    service = Service(engine, trust_tenant_header=trust_tenant_header, keys=keys, options=options)
     route_of = {route.endpoint: route.path for route in ROUTES}
     edge = Middleware(Edge, metrics=service.http_metrics, route_of=route_of, max_body_bytes=max_body_bytes)
     handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_http}
@@ -73,10 +75,12 @@ class Service:
         *,
         trust_tenant_header: bool = False,
         keys: KeySource = KeySource(),  # noqa: B008
+        options: ApiOptions = ApiOptions(),  # noqa: B008
     ) -> None:
         self.engine = engine
         self.keys: tuple[ApiKey, ...] = keys.load()
         self.limits = Limits()
+        self.options = options
         self._key_source = keys
         self.trust_tenant_header = trust_tenant_header
         self.active = ActiveRequests()
@@ -133,7 +137,9 @@ class Service:
                 self.limits.take_request(caller.key)
         body = await self._body(request)
         num_bytes = max(len(body), MAX_INLINE_BYTES + 1) if any(mark in body for mark in shapes.MARKS) else len(body)
-        return await self.workers.read(num_bytes, lambda: read(self.engine, body, response_id, caller.tenant))
+        return await self.workers.read(
+            num_bytes, lambda: read(self.engine, body, response_id, caller.tenant, self.options)
+        )
 
     def submit(self, request: Request, submissions: Sequence["Submission"], streams: bool = True) -> Sequence[Stream]:
         """Queue what was read, within what the caller's key allows. Raises RequestError."""
@@ -210,7 +216,9 @@ async def completions(request: Request) -> Generation:
 async def chat_completions(request: Request) -> Generation:
     service, head = _service(request), _head(request, "chatcmpl")
     call, submissions = await service.read(request, head.id, read_chat)
-    return _generation(request, head, call, submissions, ChatRendering(head, call, service.engine.tokenizer))
+    tokenizer, wish = service.engine.tokenizer, service.options.tool_call_parser
+    tool_format = tools.format_for(tokenizer.chat_template_text) if wish == "auto" else wish
+    return _generation(request, head, call, submissions, ChatRendering(head, call, tokenizer, tool_format))
 
 
 async def cancel(request: Request) -> Response:

@@ -42,11 +42,14 @@ class ByteTokenizer:
     def token_text(self, token_id):
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+    chat_template_text = ""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True, **kwargs):
         if any(message["role"] == "system" for message in messages[1:]):
             raise RequestError("the system message must come first", param="messages")
         turns = [f"<{message['role']}>{message['content']}" for message in messages]
-        return "".join([*turns, "<assistant>" * add_generation_prompt])
+        extra = [f"[{name}={json.dumps(value)}]" for name, value in kwargs.items()]
+        return "".join([*extra, *turns, "<assistant>" * add_generation_prompt])
 
 
 class FakeDelta:

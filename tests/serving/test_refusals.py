@@ -108,7 +108,6 @@ def test_completions_refuse(client, engine, fields, param):
     [
         ({"prompt": "a"}, "prompt"),
         ({"echo": True}, "echo"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
@@ -148,14 +147,21 @@ def test_completions_refuse(client, engine, fields, param):
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"enable_thinking": {}}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": "a" * 257}}, "chat_template_kwargs.enable_thinking"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+            "continue_final_message",
+        ),
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user", "content": ""}] * 201}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -167,7 +173,10 @@ def test_completions_refuse(client, engine, fields, param):
             "messages[0].content[0].type",
         ),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
     ],
 )
 def test_chat_refuses(client, engine, fields, param):
