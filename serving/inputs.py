@@ -25,35 +25,35 @@ class ModelFacts:
     options: ApiOptions = ApiOptions()
 
 
-def read_prompts(value: Any, model: ModelFacts) -> tuple[Prompt, ...]:
-    """A string, strings, token ids, or arrays of token ids."""
+def read_prompts(value: Any, model: ModelFacts, name: str = "prompt") -> tuple[Prompt, ...]:
+    """A string, strings, token ids, or arrays of token ids, from the field `name`."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value and type(value[0]) is int:
-        return (_prompt_ids(value, model),)
+        return (_prompt_ids(value, model, name),)
     if not isinstance(value, list) or not value:
-        raise RequestError("prompt must be a string, or a non-empty array of strings or token ids", param="prompt")
+        raise RequestError(f"{name} must be a string, or a non-empty array of strings or token ids", param=name)
     if len(value) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
+        raise RequestError(f"{name} holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed", param=name)
     if not all(type(item) is type(value[0]) for item in value):
-        raise RequestError("prompt mixes types; give strings only or arrays of token ids only", param="prompt")
+        raise RequestError(f"{name} mixes types; give strings only or arrays of token ids only", param=name)
     if isinstance(value[0], str):
         return tuple(value)
-    return tuple(_prompt_ids(item, model) for item in value)
+    return tuple(_prompt_ids(item, model, name) for item in value)
 
 
-def _prompt_ids(value: Any, model: ModelFacts) -> tuple[int, ...]:
+def _prompt_ids(value: Any, model: ModelFacts, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
-        raise RequestError("a prompt of token ids must be a non-empty array of integers", param="prompt")
+        raise RequestError(f"a {name} of token ids must be a non-empty array of integers", param=name)
     if len(value) >= model.max_model_len:
         message = (
-            f"the prompt has {len(value)} tokens and the context holds {model.max_model_len}, "
-            "of which at least one is generated; shorten the prompt"
+            f"the {name} has {len(value)} tokens and the context holds {model.max_model_len}, "
+            f"of which at least one is generated; shorten the {name}"
         )
-        raise RequestError(message, param="prompt", code="context_length_exceeded")
+        raise RequestError(message, param=name, code="context_length_exceeded")
     if not all(type(item) is int for item in value):
-        raise RequestError("a prompt of token ids must hold integers only", param="prompt", code="invalid_type")
-    check_ids(value, "prompt", model)
+        raise RequestError(f"a {name} of token ids must hold integers only", param=name, code="invalid_type")
+    check_ids(value, name, model)
     return tuple(value)
 
 

@@ -1,8 +1,9 @@
 """What serving needs of an engine: the shape of `pagedjax.engine.async_engine.AsyncEngine` and of the tests' fake."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pagedjax.core.request import Logprob, SamplingParams
@@ -63,6 +64,8 @@ class Stream(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs | None] | None: ...
+    @property
+    def embedding(self) -> np.ndarray | None: ...
     def __aiter__(self) -> AsyncIterator[Delta]: ...
     def abort(self) -> None: ...
 
@@ -99,6 +102,7 @@ class Engine(Protocol):
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
+        pooling: Literal["last", "mean"] | None = None,
     ) -> "Submission": ...
     def submit_all(self, requests: "Sequence[Submission]") -> Sequence[Stream]: ...
     def state(self) -> State: ...

@@ -8,6 +8,7 @@ import orjson
 from pagedjax.core.errors import RequestError
 from pagedjax.core.tenants import DEFAULT_TENANT
 from serving import tools
+from serving.embedding import EmbeddingCall, parse_embedding
 from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
 from serving.options import ApiOptions
@@ -16,7 +17,7 @@ from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completi
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission
 
-Call = TypeVar("Call", CompletionCall, ChatCall)
+Call = TypeVar("Call", CompletionCall, ChatCall, EmbeddingCall)
 Read = Callable[[Engine, bytes, str, str, ApiOptions], tuple[Call, list["Submission"]]]
 
 
@@ -42,6 +43,19 @@ def read_chat(
     """The call and its one submission. Raises RequestError naming the field."""
     call = parse_chat(from_json(body), facts(engine, options))
     return call, _prepare(engine, [encode_chat(engine, call)], call, response_id, tenant)
+
+
+def read_embedding(
+    engine: Engine,
+    body: bytes,
+    response_id: str,
+    tenant: str = DEFAULT_TENANT,
+    options: ApiOptions = ApiOptions(),  # noqa: B008
+) -> tuple[EmbeddingCall, list["Submission"]]:
+    """The call and one submission a text. Raises RequestError naming the field."""
+    call = parse_embedding(from_json(body), facts(engine, options))
+    prompts = [_encode(engine, prompt, "input") for prompt in call.prompts]
+    return call, _prepare(engine, prompts, call, response_id, tenant)
 
 
 def encode_chat(engine: Engine, call: ChatCall) -> list[int]:
@@ -80,17 +94,21 @@ def facts(engine: Engine, options: ApiOptions) -> ModelFacts:
     return ModelFacts(engine.model_name, engine.tokenizer.vocab_size, engine.max_model_len, options)
 
 
-def _encode(engine: Engine, prompt: Prompt) -> list[int]:
+def _encode(engine: Engine, prompt: Prompt, name: str = "prompt") -> list[int]:
     if not isinstance(prompt, str):
         return list(prompt)
     token_ids = engine.tokenizer.encode(prompt, max_len=engine.max_model_len)
     if not token_ids:
-        raise RequestError("prompt is empty: it holds no token to continue from", param="prompt")
+        raise RequestError(f"{name} is empty: it holds no token to continue from", param=name)
     return token_ids
 
 
 def _prepare(
-    engine: Engine, prompts: Sequence[list[int]], call: CompletionCall | ChatCall, response_id: str, tenant: str
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    call: CompletionCall | ChatCall | EmbeddingCall,
+    response_id: str,
+    tenant: str,
 ) -> list["Submission"]:
     names = [response_id] if len(prompts) == 1 else [f"{response_id}-{i}" for i in range(len(prompts))]
     return [
@@ -101,6 +119,7 @@ def _prepare(
             priority=call.priority,
             tenant=tenant,
             cache_salt=call.cache_salt,
+            pooling=call.pooling if isinstance(call, EmbeddingCall) else None,
         )
         for prompt, name in zip(prompts, names)
     ]

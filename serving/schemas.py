@@ -63,7 +63,7 @@ class ChatCall:
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     """Raises RequestError naming the field."""
-    given = _checked(body, _COMPLETION, model)
+    given = _checked(body, COMPLETION, model)
     prompts = read_prompts(required(given, "prompt"), model)
     echo = given.get("echo", False)
     logprobs, prompt_logprobs = given.get("logprobs"), given.get("prompt_logprobs")
@@ -84,7 +84,7 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
 
 def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     """Raises RequestError naming the field."""
-    given = _checked(body, _CHAT, model)
+    given = _checked(body, CHAT, model)
     messages = read_messages(required(given, "messages"), model)
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
@@ -124,13 +124,13 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
     return pairs
 
 
-def _priority(value: Any, name: str) -> int:
+def read_priority(value: Any, name: str) -> int:
     if not MIN_PRIORITY <= integer(value, name) <= MAX_PRIORITY:
         raise RequestError(f"{name} must lie in {MIN_PRIORITY}..{MAX_PRIORITY}, not {value}", param=name)
     return int(value)
 
 
-def _cache_salt(value: Any, name: str) -> str:
+def read_cache_salt(value: Any, name: str) -> str:
     if not 0 < len(string(value, name)) <= MAX_SALT_CHARS:
         raise RequestError(f"{name} must have 1 to {MAX_SALT_CHARS} characters", param=name)
     return str(value)
@@ -172,12 +172,12 @@ _DELIVERY: dict[str, Check] = {
     "model": string,
     "stream": boolean,
     "stream_options": _stream_options,
-    "priority": _priority,
-    "cache_salt": _cache_salt,
+    "priority": read_priority,
+    "cache_salt": read_cache_salt,
     "user": string,
     **shapes.FIELDS,
 }
-_COMPLETION: dict[str, Check] = {
+COMPLETION: dict[str, Check] = {
     **_SAMPLING,
     **_DELIVERY,
     "prompt": lambda value, name: value,
@@ -186,7 +186,7 @@ _COMPLETION: dict[str, Check] = {
     "best_of": integer,
     "suffix": one_of(""),
 }
-_CHAT: dict[str, Check] = {
+CHAT: dict[str, Check] = {
     **_SAMPLING,
     **_DELIVERY,
     "messages": fields.array,
@@ -221,10 +221,7 @@ _CHAT: dict[str, Check] = {
 
 def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[str, Any]:
     given = known_fields(record(body, "the request body"), table, lenient=model.options.lenient)
-    name = required(given, "model")
-    if name != model.name:
-        message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
-        raise RequestError(message, param="model", code="model_not_found")
+    check_model(given, model)
     if "stream_options" in given and not given.get("stream"):
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if "prompt_logprobs" in given and given.get("stream"):
@@ -232,6 +229,14 @@ def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[s
     for name in ("logit_bias", "stop_token_ids"):
         check_ids(given.get(name, ()), name, model)
     return given
+
+
+def check_model(given: Mapping[str, Any], model: ModelFacts) -> None:
+    """The model must be named, and be the one that is served."""
+    name = required(given, "model")
+    if name != model.name:
+        message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
+        raise RequestError(message, param="model", code="model_not_found")
 
 
 def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:

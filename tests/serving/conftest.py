@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -70,6 +71,7 @@ class FakeStream:
         self.engine, self.params, self.request_id = engine, params, request_id
         self.prompt_token_ids, self.num_cached_tokens = list(prompt), len(prompt) // 4
         self.prompt_logprobs = None
+        self.embedding = np.array([len(prompt), 0, -1], np.float32)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(candidates(i, params.prompt_logprobs) for i in prompt[1:])]
 
@@ -143,7 +145,7 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt=""):
+    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt="", pooling=None):
         self.tenants.append(tenant)
         self.salts.append(cache_salt)
         return FakeSubmission(prompt, params, request_id, priority)
