@@ -18,6 +18,7 @@ from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine.huge_pages import restart_with_huge_pages
 
 DEFAULT_MODEL = "smollm2-135m"
+COST_MODELS = ("cpu-xla", "h200-like")
 COMPUTING = ("serve", "chat", "bench")  # commands that run a model in this process
 MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
 
@@ -108,6 +109,24 @@ def parser() -> argparse.ArgumentParser:
     keys.add_argument("--tenant", metavar="TEXT", help="whose share pays for its requests (default: NAME)")
     keys.add_argument("--role", choices=("user", "admin"), default="user", help="admin may drain, abort and see all")
     _add_command(commands, "bench", "measure throughput and latency (pagedjax bench --help says more)", _bench)
+    replay = _add_command(
+        commands, "replay", "run a recording (serve --record FILE) through the scheduler again", _replay
+    )
+    replay.add_argument("recording", metavar="FILE", help="what serve --record wrote")
+    replay.add_argument(
+        "--at", type=int, metavar="N", help="stop after N events and show the queues (default: the end)"
+    )
+    replay.add_argument("--html", metavar="FILE", help="draw the state there, with all its blocks")
+    replay.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="simulate the recorded requests with this setting of the scheduler changed too; may be repeated",
+    )
+    replay.add_argument(
+        "--cost", default="cpu-xla", choices=COST_MODELS, help="the simulated device (default: cpu-xla)"
+    )
     _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
     return top
 
@@ -243,6 +262,12 @@ def _log_at(level: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")
     for package in ("pagedjax", "serving", "pallas_kernels"):
         logging.getLogger(package).setLevel(level.upper())
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pagedjax.cli import replay
+
+    return replay.run(args.recording, at=args.at, html=args.html, what_if=args.what_if, cost=args.cost)
 
 
 def _pull(args: argparse.Namespace) -> None:

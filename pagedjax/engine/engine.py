@@ -38,6 +38,7 @@ from pagedjax.engine.grammar import Grammars
 from pagedjax.engine.live import Group, Live, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
+from pagedjax.engine.record import Recorder
 from pagedjax.engine.submission import Pooling, Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.runtime.results import StepResult
@@ -59,7 +60,9 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         now_us: Callable[[], int] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._update = update if recorder is None else recorder.watch(update)
         self.config = config
         self.runner = runner
         self.tokenizer = tokenizer
@@ -214,7 +217,7 @@ class Engine:
             self._send(event)
 
     def _send(self, event: Event) -> None:
-        self.state, effects = update(self.state, event)
+        self.state, effects = self._update(self.state, event)
         if effects:
             self._carry_out(effects)
 
