@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from pagedjax import __version__
@@ -18,6 +18,7 @@ from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine.huge_pages import restart_with_huge_pages
 
 DEFAULT_MODEL = "smollm2-135m"
+COST_MODELS = ("cpu-xla", "h200-like")
 COMPUTING = ("serve", "chat", "bench")  # commands that run a model in this process
 MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
 
@@ -32,6 +33,13 @@ class ServeOptions:
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
     api_keys: str | None = option(
         None, "http", "TOML file of API keys; with keys every route but /health needs one", "none"
+    )
+    lenient: bool = option(False, "http", "pass over unknown fields of requests instead of refusing them")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "json"] = option(
+        "auto", "http", "the form in which the model writes tool calls; auto goes by its chat template"
+    )
+    chat_template_kwargs: str = option(
+        "enable_thinking", "http", "names that requests may hand to the chat template, separated by commas"
     )
     trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
@@ -101,6 +109,24 @@ def parser() -> argparse.ArgumentParser:
     keys.add_argument("--tenant", metavar="TEXT", help="whose share pays for its requests (default: NAME)")
     keys.add_argument("--role", choices=("user", "admin"), default="user", help="admin may drain, abort and see all")
     _add_command(commands, "bench", "measure throughput and latency (pagedjax bench --help says more)", _bench)
+    replay = _add_command(
+        commands, "replay", "run a recording (serve --record FILE) through the scheduler again", _replay
+    )
+    replay.add_argument("recording", metavar="FILE", help="what serve --record wrote")
+    replay.add_argument(
+        "--at", type=int, metavar="N", help="stop after N events and show the queues (default: the end)"
+    )
+    replay.add_argument("--html", metavar="FILE", help="draw the state there, with all its blocks")
+    replay.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="simulate the recorded requests with this setting of the scheduler changed too; may be repeated",
+    )
+    replay.add_argument(
+        "--cost", default="cpu-xla", choices=COST_MODELS, help="the simulated device (default: cpu-xla)"
+    )
     _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
     return top
 
@@ -157,14 +183,24 @@ def _serve(args: argparse.Namespace) -> int:
     options = ServeOptions(**flags.take(chosen, ServeOptions))
     config = _engine_config(chosen)
     from serving import server
+    from serving.options import ApiOptions, parse_names
 
     _log_at(options.log_level)
-    http = {name: value for name, value in asdict(options).items() if name not in ("log_level", "api_keys")}
+    api = ApiOptions(
+        lenient=options.lenient,
+        tool_call_parser=options.tool_call_parser,
+        template_kwargs=parse_names(options.chat_template_kwargs),
+    )
     return server.serve(
         lambda: _engine(config),
+        host=options.host,
+        port=options.port,
+        drain_timeout_s=options.drain_timeout_s,
+        max_body_bytes=options.max_body_bytes,
+        trust_tenant_header=options.trust_tenant_header,
         keys=_key_source(options.api_keys),
+        options=api,
         on_ready=lambda url: print(f"Ready on {url}", flush=True),
-        **http,
     )
 
 
@@ -226,6 +262,12 @@ def _log_at(level: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")
     for package in ("pagedjax", "serving", "pallas_kernels"):
         logging.getLogger(package).setLevel(level.upper())
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pagedjax.cli import replay
+
+    return replay.run(args.recording, at=args.at, html=args.html, what_if=args.what_if, cost=args.cost)
 
 
 def _pull(args: argparse.Namespace) -> None:
