@@ -105,10 +105,11 @@ def test_queries_may_be_of_another_type_than_the_cache():
 def call(case, aliases=None):
     cache = laid_out(native.BACKEND, case.history[:, :, None])
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (case.q, *cache)]
+    qkv, none = jnp.concatenate(case[:3], axis=1), np.zeros(0, np.float32)
     aliases = {3: 1, 4: 2} if aliases is None else aliases
     attend = jax.ffi.ffi_call(native.TARGET, shapes, input_output_aliases=aliases)
     options = {"block_size": np.int32(GROUPED.block_size), "scale": np.float32(1)}
-    operands = (*case[:3], *cache, *case.ragged[:4], jnp.int32(0))
+    operands = (qkv, none, none, *cache, *case.ragged[:4], jnp.int32(0))
     return jax.jit(lambda *x: attend(*x, **options))(*operands)
 
 
