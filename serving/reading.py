@@ -65,6 +65,13 @@ def _prepare(
 ) -> list["Submission"]:
     names = [response_id] if len(prompts) == 1 else [f"{response_id}-{i}" for i in range(len(prompts))]
     return [
-        engine.prepare(prompt, call.params, request_id=name, priority=call.priority, tenant=tenant)
+        engine.prepare(
+            prompt,
+            call.params,
+            request_id=name,
+            priority=call.priority,
+            tenant=tenant,
+            cache_salt=call.cache_salt,
+        )
         for prompt, name in zip(prompts, names)
     ]

@@ -12,11 +12,12 @@ from typing import Any
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
-from serving import fields
+from serving import fields, shapes
 from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
 from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
 
 MAX_CHOICES = 1024
+MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class CompletionCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class ChatCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    cache_salt: str = ""
 
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
@@ -60,7 +63,7 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     sampling["best_of"] = given.get("best_of")
     if score_only:
         sampling |= {"max_tokens": 1, "min_tokens": 0}
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, structured_outputs=shapes.wish(given))
     if echo and logprobs is not None:
         params = replace(params, prompt_logprobs=max(logprobs, prompt_logprobs or 0))
     if params.num_samples > params.n and given.get("stream"):
@@ -77,7 +80,7 @@ def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
-    params = SamplingParams(**sampling, logprobs=logprobs)
+    params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=shapes.wish(given))
     shown: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": given.get("prompt_logprobs")}
     return ChatCall(messages=messages, params=params, **shown, **_delivery(given))
 
@@ -107,6 +110,12 @@ def _priority(value: Any, name: str) -> int:
     if not MIN_PRIORITY <= integer(value, name) <= MAX_PRIORITY:
         raise RequestError(f"{name} must lie in {MIN_PRIORITY}..{MAX_PRIORITY}, not {value}", param=name)
     return int(value)
+
+
+def _cache_salt(value: Any, name: str) -> str:
+    if not 0 < len(string(value, name)) <= MAX_SALT_CHARS:
+        raise RequestError(f"{name} must have 1 to {MAX_SALT_CHARS} characters", param=name)
+    return str(value)
 
 
 def _at_least_one(value: Any, name: str) -> int:
@@ -146,7 +155,9 @@ _DELIVERY: dict[str, Check] = {
     "stream": boolean,
     "stream_options": _stream_options,
     "priority": _priority,
+    "cache_salt": _cache_salt,
     "user": string,
+    **shapes.FIELDS,
 }
 _COMPLETION: dict[str, Check] = {
     **_SAMPLING,
@@ -172,7 +183,6 @@ _CHAT: dict[str, Check] = {
     "store": one_of(False),
     "service_tier": one_of("auto", "default"),
     "modalities": one_of(["text"]),
-    "response_format": one_of({"type": "text"}),
     "reasoning_effort": one_of("none"),
     "verbosity": one_of("medium"),
     "prompt_cache_retention": one_of("in_memory"),
@@ -208,6 +218,7 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
         "stream": given.get("stream", False),
         "include_usage": given.get("stream_options", False),
         "priority": given.get("priority", 0),
+        "cache_salt": given.get("cache_salt", ""),
     }
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pagedjax.core.errors import RequestError
+from pagedjax.core.structure import StructuredOutputsParams
 from pagedjax.core.tenants import DEFAULT_TENANT
 
 MAX_N = 128
@@ -53,7 +54,8 @@ class SamplingParams:
     `top_k` of 0 or -1 and `top_p` of 1 keep every token; `temperature` of 0 is greedy. `logprobs` is the
     number of alternatives reported beside each sampled token (0: the sampled one only), `prompt_logprobs`
     likewise for the prompt. `max_tokens=None` means up to the model's context. Of `best_of` samples (`n` unless given)
-    the `n` with the highest log-probability per token come out, the best first, once all have ended.
+    the `n` with the highest log-probability per token come out, the best first, once all have ended. With
+    `structured_outputs` the output has that shape, and ends where nothing may follow.
 
     Raises RequestError, with the field's name, for a value out of range.
     """
@@ -78,6 +80,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _entries(self, "stop")
@@ -164,6 +167,8 @@ def _check_numbers(params: SamplingParams) -> None:
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
             raise RequestError(f"{name} must be true or false", param=name)
+    if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
+        raise RequestError("structured_outputs must be StructuredOutputsParams", param="structured_outputs")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
 

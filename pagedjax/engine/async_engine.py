@@ -146,11 +146,14 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        cache_salt: str = "",
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         engine = self._ready_engine()
-        return engine.prepare(prompt, params, request_id=request_id, priority=priority, tenant=tenant)
+        return engine.prepare(
+            prompt, params, request_id=request_id, priority=priority, tenant=tenant, cache_salt=cache_salt
+        )
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0

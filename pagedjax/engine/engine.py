@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
-from pagedjax.core.prefix import root_hash
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.core.scheduler import init, refusal, update
 from pagedjax.core.state import (
@@ -33,9 +34,11 @@ from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.device import Device
+from pagedjax.engine.grammar import Grammars
 from pagedjax.engine.live import Group, Live, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
+from pagedjax.engine.record import Recorder
 from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.runtime.results import StepResult
@@ -57,7 +60,9 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         now_us: Callable[[], int] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._update = update if recorder is None else recorder.watch(update)
         self.config = config
         self.runner = runner
         self.tokenizer = tokenizer
@@ -66,6 +71,8 @@ class Engine:
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
         self._groups: dict[str, Group] = {}
         self._live: dict[int, Live] = {}
+        self._grammars = Grammars(tokenizer)
+        self._num_structured = 0
         self._device = Device(runner, self.metrics, self._now_us)
         self._updates: list[Update] = []
         self._decided_us: dict[int, int] = {}
@@ -86,9 +93,10 @@ class Engine:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         preemptible: bool = True,
+        cache_salt: str = "",
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
-        return submission(
+        request = submission(
             self.tokenizer,
             self.state.config,
             prompt,
@@ -97,7 +105,10 @@ class Engine:
             priority=priority,
             tenant=tenant,
             preemptible=preemptible,
+            cache_salt=cache_salt,
         )
+        wish = request.params.structured_outputs
+        return request if wish is None else request._replace(grammar=self._grammars.compile(wish))
 
     def check(self, requests: Sequence[Submission]) -> None:
         """Raise RequestError if one of the requests would be refused as things are, or all together for ever.
@@ -183,6 +194,7 @@ class Engine:
         now_us = self._now_us()
         results = tuple([self._take_row(row, result, place, now_us) for place, row in enumerate(plan.rows)])
         self.metrics.generation_tokens.inc(sum([row.num_accepted for row in results]))
+        self._sample_deferred()
         processed = time.perf_counter()
         self._send(StepDone(plan.plan_id, results, self._now_us()))
         self._count_step(plan, wait=collected - started, process=processed - collected)
@@ -201,7 +213,7 @@ class Engine:
             self._send(event)
 
     def _send(self, event: Event) -> None:
-        self.state, effects = update(self.state, event)
+        self.state, effects = self._update(self.state, event)
         if effects:
             self._carry_out(effects)
 
@@ -212,7 +224,9 @@ class Engine:
             match effect:
                 case RunStep(plan):
                     self._note_rows(plan)
-                    self._device.carry_out(effect)
+                    self._device.start(plan, defers_sampling=self._is_structured(plan))
+                    if self._device.num_in_flight == 1:
+                        self._sample_deferred()
                 case Preempt():
                     self.runner.release(effect.sequence_id)
                     self._note_preemption(effect)
@@ -231,6 +245,7 @@ class Engine:
 
     def _forget(self, live: Live, reason: FinishReason | None = None) -> None:
         group, request_id = live.group, live.request_id
+        self._num_structured -= live.grammar is not None
         if reason is FinishReason.ERROR and not live.ended:
             self.metrics.requests.labels("error").inc()
             error = EngineError("the device failed at each step that ran this request")
@@ -300,8 +315,10 @@ class Engine:
             params,
             eos | frozenset(params.stop_token_ids or ()),
             self._detokenizer(params),
-            (hashes[-1] if hashes else root_hash(request.tenant)) if is_named else None,
+            (hashes[-1] if hashes else request.root_hash) if is_named else None,
+            request.grammar and request.grammar.copy(),
         )
+        self._num_structured += live.grammar is not None
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         self.runner.tokens.add(
@@ -334,11 +351,17 @@ class Engine:
         self._take_prompt_logprobs(live, result, place)
         if not row.samples:
             return RowResult(row.sequence_id, 0)
+        if live.fault is not None:
+            return self._fail_row(live, live.fault)
         token_id = int(result.ids[place])
         if result.faulty[place]:
-            return self._fail_row(live)
+            self.metrics.faulty_rows.inc()
+            return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
+        try:
+            delta = self._delta(live, token_id, result, place)
+        except RequestError as error:
+            return self._fail_row(live, error)
         self.runner.tokens.append(row.sequence_id, token_id)
-        delta = self._delta(live, token_id, result, place)
         self._observe_token(live, now_us)
         self._give(live.group, delta)
         if delta.finish_reason is not None:
@@ -378,14 +401,41 @@ class Engine:
     def _logprobs(self, scores: Scores, i: int, num_top: int) -> TokenLogprobs:
         return token_logprobs(self.tokenizer, scores.ids[i], scores.logprobs[i], scores.ranks[i], num_top)
 
-    def _fail_row(self, live: Live) -> RowResult:
-        """The logits were not finite: end this request, and only this one."""
-        self.metrics.faulty_rows.inc()
+    def _fail_row(self, live: Live, error: Exception) -> RowResult:
+        """End this request, and only this one."""
         self.metrics.requests.labels("error").inc()
-        error = EngineError("the model gave logits that are not finite for this request")
         self._updates.append(Update(live.request_id, None, error=error))
         live.ended = True
         return RowResult(live.sequence_id, 0, FinishReason.ABORT)
+
+    def _is_structured(self, plan: StepPlan) -> bool:
+        """Whether a row samples within a grammar, so that the step's sampling must wait for the tokens before it."""
+        if not self._num_structured:
+            return False
+        return any(row.samples and self._live[row.sequence_id].grammar is not None for row in plan.rows)
+
+    def _sample_deferred(self) -> None:
+        """Sample the step whose forward pass runs, now that the tokens before it are known."""
+        plan = self._device.deferred
+        if plan is None:
+            return
+        started = time.perf_counter()
+        masks = {place: mask for place, row in enumerate(plan.rows) if (mask := self._mask(row)) is not None}
+        self.metrics.step_time.labels("mask").inc(time.perf_counter() - started)
+        self._device.sample(masks)
+
+    def _mask(self, row: Row) -> np.ndarray | None:
+        """The tokens that a row's grammar allows, int32 [1, words], if it has one; a fault ends its request alone."""
+        live = self._live[row.sequence_id]
+        if live.grammar is None or live.ended or not row.samples:
+            return None
+        mask = np.empty((1, self._grammars.num_words), np.int32)
+        try:
+            live.grammar.fill(mask)
+        except RequestError as error:
+            live.fault = error
+            return None
+        return mask
 
     def _observe_token(self, live: Live, now_us: int) -> None:
         if live.num_sampled == 1:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pagedjax.core.prefix import hash_block
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.engine.detokenizer import Detokenizer
+from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.outputs import TokenLogprobs
 from pagedjax.engine.submission import Submission
 from pagedjax.runtime.tokens import SequenceTokens
@@ -26,7 +27,8 @@ class Group:
 @dataclass(slots=True)
 class Live:
     """One sequence. `last_hash` names its last full block; None if its blocks have no names. It has `started` with its
-    first row, and `is_running` unless it is in line, for the first time or again."""
+    first row, and `is_running` unless it is in line, for the first time or again. `grammar` is where its output is in
+    the structure that it must have, if any; `fault` is why it cannot go on, until its next row is done."""
 
     sequence_id: int
     index: int
@@ -35,11 +37,13 @@ class Live:
     stop_ids: frozenset[int]
     detokenizer: Detokenizer
     last_hash: bytes | None
+    grammar: GrammarState | None = None
     num_sampled: int = 0
     last_token_us: int = 0
     started: bool = False
     is_running: bool = False
     ended: bool = False
+    fault: Exception | None = None
 
     @property
     def request_id(self) -> str:
@@ -47,7 +51,9 @@ class Live:
 
 
 def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
-    """Count a sampled token: the text that is now certain, why the sequence ends with it, and what stopped it."""
+    """Count a sampled token: the text that is now certain, why the sequence ends with it, and what stopped it.
+
+    Raises RequestError when its grammar cannot go on."""
     params, finish = live.params, None
     reason: int | str | None = None
     live.num_sampled += 1
@@ -60,6 +66,8 @@ def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str
         finish, reason = FinishReason.STOP, live.detokenizer.stopped
     elif live.num_sampled == params.max_tokens:
         finish = FinishReason.LENGTH
+    if finish is not FinishReason.STOP and live.grammar is not None and live.grammar.accept(token_id):
+        finish = FinishReason.STOP
     if finish is not None:
         text += live.detokenizer.finish()
     return text, finish, reason

@@ -3,7 +3,6 @@
 Pure and safe on any thread, so that tokenising and hashing stay off the step loop.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -15,14 +14,14 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.prefix import ROOT_HASH, hash_block, root_hash
 from pagedjax.core.request import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
-from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.core.tenants import DEFAULT_TENANT, is_tenant_name
+from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.tokenizer import Tokenizer
-
-_TENANT = re.compile(r"[\w.:@/-]{1,64}", re.ASCII)
 
 
 class Submission(NamedTuple):
-    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks."""
+    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks;
+    `grammar` is where structured output begins."""
 
     request_id: str
     prompt: str | None
@@ -32,6 +31,13 @@ class Submission(NamedTuple):
     block_hashes: tuple[bytes, ...]
     tenant: str = DEFAULT_TENANT
     preemptible: bool = True
+    cache_salt: str = ""
+    grammar: GrammarState | None = None
+
+    @property
+    def root_hash(self) -> bytes:
+        """What the names of its blocks begin with."""
+        return root_hash(self.tenant, self.cache_salt)
 
     def for_scheduler(self, sequence_id: int, fork_of: int | None = None) -> Request:
         """The part that the scheduler sees of one sequence: of the first, or of another that shares its blocks."""
@@ -56,6 +62,7 @@ def submission(
     priority: int = 0,
     tenant: str = DEFAULT_TENANT,
     preemptible: bool = True,
+    cache_salt: str = "",
 ) -> Submission:
     """Check and tokenise one request.
 
@@ -65,7 +72,7 @@ def submission(
     """
     if isinstance(priority, bool) or not isinstance(priority, int) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
-    if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
+    if not is_tenant_name(tenant):
         raise RequestError("tenant must be a name of 1 to 64 letters, digits and _ . : @ / -", param="tenant")
     if isinstance(prompt, str):
         token_ids, text = tokenizer.encode(prompt, max_len=config.max_model_len), prompt
@@ -78,9 +85,10 @@ def submission(
         prompt_token_ids=token_ids,
         params=params,
         priority=priority,
-        block_hashes=hash_blocks(token_ids, config.block_size, root_hash(tenant)),
+        block_hashes=hash_blocks(token_ids, config.block_size, root_hash(tenant, cache_salt)),
         tenant=tenant,
         preemptible=preemptible,
+        cache_salt=cache_salt,
     )
     return request if params.max_tokens is not None else within_room(request, config)
 

@@ -59,7 +59,8 @@ class LlamaForCausalLM(nnx.Module):
         Raises ValueError unless there is one cache of all layers or one a layer.
         """
         mix = mixer(self.backend, self.config, positions, ragged)
-        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=self.backend.prefers_loop)
+        loop = self.backend.prefers_loop and len(token_ids) > 1  # for one token the switches cost a twentieth
+        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=loop)
         return self.norm(x), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -159,6 +159,8 @@ def _row_jobs(parts: ModelParts, sizes: _Sizes) -> Iterator[Job]:
         yield Job("greedy", size, jax.jit(sampler.greedy), (logits, last_ids, fields))
         yield Job("score", size, jax.jit(sampler.score), (logits, _ints(size)))
         yield Job("adjust", size, jax.jit(sampler.adjust), (logits, sizes.penalties, fields, *bias))
+        words = _ints(size, sampler.num_mask_words(sizes.vocab))
+        yield Job("restrict", size, jax.jit(sampler.restrict), (logits, words))
         yield Job("head", size, head, (leaves, sizes.hidden(num_picked)))
 
 

@@ -9,6 +9,7 @@ that leave it or return do so through staging arrays (`copies`, `swap`).
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -135,11 +136,12 @@ class Runner:
         """Addresses of the cache's buffers. Waits for the steps in flight; for tests and notebooks."""
         return kv_cache.pointers(self._caches)
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
+    def dispatch(self, plan: StepPlan, *, defers_sampling: bool = False) -> StepHandle:
         """Enqueue a step and return at once: its fetched blocks go into the cache, then its rows run. Plans must come
         in order.
 
-        Raises SchedulerError, before anything reaches the device, for a plan that cannot be right.
+        With `defers_sampling` only the forward pass runs; `sample` must follow before the next plan. Raises
+        SchedulerError, before anything reaches the device, for a plan that cannot be right.
         """
         fetched = [self._transfers.take(scatter.transfer_id) for scatter in plan.scatters]
         self._take_slots(plan)
@@ -148,9 +150,17 @@ class Runner:
         for scatter, pieces in zip(plan.scatters, fetched):
             self._caches = copies.scatter(self.programs, self._caches, pieces, scatter.pairs)
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
-        ids, scores = self._sample(batch, picked) if len(batch.sampling_rows) else (None, None)
+        samples = len(batch.sampling_rows) > 0 and not defers_sampling
+        ids, scores = self._sample(batch, picked) if samples else (None, None)
         prompt_scores = self._score_prompts(plan, batch, hidden)
         return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores)
+
+    def sample(self, handle: StepHandle, masks: Mapping[int, np.ndarray]) -> StepHandle:
+        """Enqueue the sampling of a step that was dispatched without. `masks` has for those of the plan's rows that may
+        not sample every token the bits of those they may, int32 [1, words], lowest first; what it has no bit for is
+        forbidden."""
+        ids, scores = self._sample(handle.batch, handle.picked, masks)
+        return replace(handle, ids=ids, scores=scores)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its ids to the host. Raises what the device raised."""
@@ -242,11 +252,15 @@ class Runner:
         if entry.params.logit_bias:
             self._biases[slot] = sampler.bias_entries(entry.params, vocab_size)
 
-    def _sample(self, batch: DeviceBatch, picked: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def _sample(
+        self, batch: DeviceBatch, picked: jax.Array, masks: Mapping[int, np.ndarray] = MappingProxyType({})
+    ) -> tuple[jax.Array, jax.Array | None]:
         size, slots = batch.row_size, batch.sampling_slots
         logits = self.programs["head", size](self._parts.head_leaves, picked)
         is_adjusted = self._slots.is_adjusted[slots]
         adjusted = self._adjust(logits, batch) if is_adjusted.any() else logits
+        if masks:
+            adjusted = self.programs["restrict", size](adjusted, self._allowed(batch, masks))
         fields = batch.fields[:size]
         if self._slots.is_random[slots].any():
             uniform = self.programs["uniforms", len(batch.fields)](batch.fields)
@@ -258,6 +272,15 @@ class Runner:
             self._count(slots[is_adjusted], len(batch.fields))
         scores = self.programs["score", size](logits, ids) if self._slots.wants_logprobs[slots].any() else None
         return ids, scores
+
+    def _allowed(self, batch: DeviceBatch, masks: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The bits of all rows that sample: int32 [row_size, words]."""
+        allowed = np.full((batch.row_size, sampler.num_mask_words(self._config.vocab_size)), -1, np.int32)
+        for row, place in enumerate(batch.sampling_rows.tolist()):
+            if place in masks:
+                words = masks[place][0, : allowed.shape[1]]
+                allowed[row, : len(words)], allowed[row, len(words) :] = words, 0
+        return allowed
 
     def _adjust(self, logits: jax.Array, batch: DeviceBatch) -> jax.Array:
         ids = np.full((batch.row_size, sampler.MAX_LOGIT_BIAS), self._config.vocab_size, np.int32)

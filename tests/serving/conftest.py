@@ -8,6 +8,7 @@ import contextlib
 import json
 import threading
 import time
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
-from pagedjax.core.request import Logprob, Request
+from pagedjax.core.request import Logprob, Request, SamplingParams
 from pagedjax.core.state import Arrived, StepDue
 from serving.app import create_app
 from serving.server import DrainingServer, bind
@@ -52,6 +53,13 @@ class FakeDelta:
     def __init__(self, index, text="", token_ids=(), logprobs=None, finish_reason=None, stop_reason=None):
         self.index, self.text, self.token_ids, self.logprobs = index, text, token_ids, logprobs
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+
+class FakeSubmission(NamedTuple):
+    prompt_token_ids: list
+    params: SamplingParams
+    request_id: str
+    priority: int
 
 
 class FakeStream:
@@ -118,7 +126,7 @@ class FakeEngine:
         self.reply, self.hang, self.fail_after, self.refuse = reply, hang, fail_after, refuse
         self.failure = failure or RuntimeError("secret detail of a crash")
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
-        self.submitted, self.aborted, self.tenants = [], [], []
+        self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
 
@@ -132,9 +140,10 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default"):
+    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt=""):
         self.tenants.append(tenant)
-        return prompt, params, request_id, priority
+        self.salts.append(cache_salt)
+        return FakeSubmission(prompt, params, request_id, priority)
 
     def submit_all(self, requests):
         if self.refuse:
