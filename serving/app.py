@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -15,17 +15,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import ConfigError, RequestError
-from serving import admin, dashboard, errors, shapes
+from pagedjax.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from pagedjax.core.structure import MAX_GRAMMAR_BYTES
+from serving import admin, dashboard, errors, openapi, shapes, tokenizing, tools
 from serving.edge import Edge, read_body
+from serving.embedding import EmbeddingCall, EmbeddingRendering
 from serving.errors import json_response
 from serving.generation import Active, ActiveRequests, Generation
 from serving.guard import Caller, Guard, operators_only
+from serving.inputs import MAX_PROMPTS
 from serving.interfaces import Engine, Stream
 from serving.keys import ApiKey, KeySource
 from serving.limits import Limits
 from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head, Rendering
-from serving.reading import Call, Read, read_chat, read_completion
+from serving.options import ApiOptions
+from serving.reading import Call, Read, read_chat, read_completion, read_embedding
 from serving.schemas import ChatCall, CompletionCall
 from serving.workers import MAX_INLINE_BYTES, Workers
 
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 60.0
 
+Answer = TypeVar("Answer")
+
 
 def create_app(
     engine: Engine,
@@ -42,13 +49,14 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     trust_tenant_header: bool = False,
     keys: KeySource = KeySource(),  # noqa: B008  (it is frozen)
+    options: ApiOptions = ApiOptions(),  # noqa: B008
 ) -> Starlette:
     """The app over an engine, which it starts and stops with itself. `app.state.service` is its Service.
 
     Trust X-Tenant only behind a gateway that sets it: else callers choose whose share pays for them. Raises
     ConfigError for keys that cannot be read.
     """
-    service = Service(engine, trust_tenant_header=trust_tenant_header, keys=keys)
+    service = Service(engine, trust_tenant_header=trust_tenant_header, keys=keys, options=options)
     route_of = {route.endpoint: route.path for route in ROUTES}
     edge = Middleware(Edge, metrics=service.http_metrics, route_of=route_of, max_body_bytes=max_body_bytes)
     handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_http}
@@ -73,10 +81,12 @@ class Service:
         *,
         trust_tenant_header: bool = False,
         keys: KeySource = KeySource(),  # noqa: B008
+        options: ApiOptions = ApiOptions(),  # noqa: B008
     ) -> None:
         self.engine = engine
         self.keys: tuple[ApiKey, ...] = keys.load()
         self.limits = Limits()
+        self.options = options
         self._key_source = keys
         self.trust_tenant_header = trust_tenant_header
         self.active = ActiveRequests()
@@ -133,7 +143,19 @@ class Service:
                 self.limits.take_request(caller.key)
         body = await self._body(request)
         num_bytes = max(len(body), MAX_INLINE_BYTES + 1) if any(mark in body for mark in shapes.MARKS) else len(body)
-        return await self.workers.read(num_bytes, lambda: read(self.engine, body, response_id, caller.tenant))
+        return await self.workers.read(
+            num_bytes, lambda: read(self.engine, body, response_id, caller.tenant, self.options)
+        )
+
+    async def compute(self, request: Request, work: Callable[[Engine, bytes, ApiOptions], Answer]) -> Answer:
+        """What needs the model's tokenizer alone. Counts as a request. Raises RequestError."""
+        self.check_loaded()
+        caller: Caller = request.state.caller
+        with self._limited(request, caller):
+            if caller.key is not None:
+                self.limits.take_request(caller.key)
+        body = await self._body(request)
+        return await self.workers.read(len(body), lambda: work(self.engine, body, self.options))
 
     def submit(self, request: Request, submissions: Sequence["Submission"], streams: bool = True) -> Sequence[Stream]:
         """Queue what was read, within what the caller's key allows. Raises RequestError."""
@@ -210,7 +232,23 @@ async def completions(request: Request) -> Generation:
 async def chat_completions(request: Request) -> Generation:
     service, head = _service(request), _head(request, "chatcmpl")
     call, submissions = await service.read(request, head.id, read_chat)
-    return _generation(request, head, call, submissions, ChatRendering(head, call, service.engine.tokenizer))
+    tokenizer, wish = service.engine.tokenizer, service.options.tool_call_parser
+    tool_format = tools.format_for(tokenizer.chat_template_text) if wish == "auto" else wish
+    return _generation(request, head, call, submissions, ChatRendering(head, call, tokenizer, tool_format))
+
+
+async def embeddings(request: Request) -> Generation:
+    head = _head(request, "embd")
+    call, submissions = await _service(request).read(request, head.id, read_embedding)
+    return _generation(request, head, call, submissions, EmbeddingRendering(head, call))
+
+
+async def tokenize(request: Request) -> Response:
+    return json_response(await _service(request).compute(request, tokenizing.tokenize))
+
+
+async def detokenize(request: Request) -> Response:
+    return json_response(await _service(request).compute(request, tokenizing.detokenize))
 
 
 async def cancel(request: Request) -> Response:
@@ -224,7 +262,7 @@ async def cancel(request: Request) -> Response:
 def _generation(
     request: Request,
     head: Head,
-    call: CompletionCall | ChatCall,
+    call: CompletionCall | ChatCall | EmbeddingCall,
     submissions: Sequence["Submission"],
     rendering: Rendering,
 ) -> Generation:
@@ -299,9 +337,21 @@ async def page(request: Request) -> Response:
     return Response(dashboard.page(), headers=dashboard.PAGE_HEADERS, media_type="text/html")
 
 
+async def openapi_document(request: Request) -> Response:
+    routes = tuple((route.path, frozenset(route.methods or ())) for route in ROUTES)
+    return json_response(openapi.document(routes))
+
+
+async def docs(request: Request) -> Response:
+    return Response(dashboard.page("docs.html"), headers=dashboard.PAGE_HEADERS, media_type="text/html")
+
+
 ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/requests/{request_id}/cancel", cancel, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{model:path}", model, methods=["GET"]),
@@ -309,6 +359,8 @@ ROUTES = [
     Route("/ready", ready, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/debug/state", state, methods=["GET"]),
+    Route("/openapi.json", openapi_document, methods=["GET"]),
+    Route("/docs", docs, methods=["GET"]),
     Route("/", page, methods=["GET"]),
     *admin.ROUTES,
 ]
@@ -328,6 +380,16 @@ def _model_card(service: Service) -> dict[str, Any]:
         "created": engine.created,
         "owned_by": "pagedjax",
         "max_model_len": engine.max_model_len,
+        "limits": {
+            "vocab_size": engine.tokenizer.vocab_size,
+            "n": MAX_N,
+            "logprobs": MAX_LOGPROBS,
+            "stop": MAX_STOP_STRINGS,
+            "logit_bias": MAX_LOGIT_BIAS,
+            "prompts": MAX_PROMPTS,
+            "tools": tools.MAX_TOOLS,
+            "grammar_bytes": MAX_GRAMMAR_BYTES,
+        },
     }
 
 

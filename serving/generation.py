@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import FinishReason
 from serving import errors, openai, sse
+from serving.embedding import EmbeddingCall
 from serving.interfaces import Delta, Stream
 from serving.openai import Choice, Rendering
 from serving.schemas import ChatCall, CompletionCall
@@ -119,7 +120,7 @@ class Generation:
     def __init__(
         self,
         streams: Sequence[Stream],
-        call: CompletionCall | ChatCall,
+        call: CompletionCall | ChatCall | EmbeddingCall,
         rendering: Rendering,
         service: "Service",
         active: Active,

@@ -7,17 +7,20 @@ the server does anyway (`store: false`, `response_format: {"type": "text"}`, `to
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
-from serving import fields, shapes
+from pagedjax.core.structure import StructuredOutputsParams
+from serving import fields, shapes, tools
 from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
 from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
+from serving.tools import ToolChoice, read_choice, read_tools
 
 MAX_CHOICES = 1024
 MAX_SALT_CHARS = 256
+MAX_KWARG_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +42,17 @@ class CompletionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """`messages` hold role, content and where given name, as chat templates expect them. `logprobs` is the number
-    of alternatives to show beside each token, or None."""
+    """`messages` hold role, content and where given name, tool_calls and tool_call_id, as chat templates expect them.
+    `logprobs` is the number of alternatives to show beside each token, or None. `tools` are those that may be called.
+    """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     params: SamplingParams
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stream: bool = False
@@ -54,7 +63,7 @@ class ChatCall:
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     """Raises RequestError naming the field."""
-    given = _checked(body, _COMPLETION, model)
+    given = _checked(body, COMPLETION, model)
     prompts = read_prompts(required(given, "prompt"), model)
     echo = given.get("echo", False)
     logprobs, prompt_logprobs = given.get("logprobs"), given.get("prompt_logprobs")
@@ -75,14 +84,23 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
 
 def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     """Raises RequestError naming the field."""
-    given = _checked(body, _CHAT, model)
+    given = _checked(body, CHAT, model)
     messages = read_messages(required(given, "messages"), model)
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
-    params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=shapes.wish(given))
-    shown: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": given.get("prompt_logprobs")}
-    return ChatCall(messages=messages, params=params, **shown, **_delivery(given))
+    callable_tools, choice, shape = _tools(given)
+    params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=shape)
+    return ChatCall(
+        messages=messages,
+        params=params,
+        logprobs=logprobs,
+        prompt_logprobs=given.get("prompt_logprobs"),
+        tools=callable_tools,
+        tool_choice=choice,
+        **_template(given, messages, model),
+        **_delivery(given),
+    )
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
@@ -106,13 +124,13 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
     return pairs
 
 
-def _priority(value: Any, name: str) -> int:
+def read_priority(value: Any, name: str) -> int:
     if not MIN_PRIORITY <= integer(value, name) <= MAX_PRIORITY:
         raise RequestError(f"{name} must lie in {MIN_PRIORITY}..{MAX_PRIORITY}, not {value}", param=name)
     return int(value)
 
 
-def _cache_salt(value: Any, name: str) -> str:
+def read_cache_salt(value: Any, name: str) -> str:
     if not 0 < len(string(value, name)) <= MAX_SALT_CHARS:
         raise RequestError(f"{name} must have 1 to {MAX_SALT_CHARS} characters", param=name)
     return str(value)
@@ -154,12 +172,12 @@ _DELIVERY: dict[str, Check] = {
     "model": string,
     "stream": boolean,
     "stream_options": _stream_options,
-    "priority": _priority,
-    "cache_salt": _cache_salt,
+    "priority": read_priority,
+    "cache_salt": read_cache_salt,
     "user": string,
     **shapes.FIELDS,
 }
-_COMPLETION: dict[str, Check] = {
+COMPLETION: dict[str, Check] = {
     **_SAMPLING,
     **_DELIVERY,
     "prompt": lambda value, name: value,
@@ -168,7 +186,7 @@ _COMPLETION: dict[str, Check] = {
     "best_of": integer,
     "suffix": one_of(""),
 }
-_CHAT: dict[str, Check] = {
+CHAT: dict[str, Check] = {
     **_SAMPLING,
     **_DELIVERY,
     "messages": fields.array,
@@ -186,8 +204,11 @@ _CHAT: dict[str, Check] = {
     "reasoning_effort": one_of("none"),
     "verbosity": one_of("medium"),
     "prompt_cache_retention": one_of("in_memory"),
-    "tools": one_of([]),
-    "tool_choice": one_of("none", "auto"),
+    "tools": read_tools,
+    "tool_choice": read_choice,
+    "add_generation_prompt": boolean,
+    "continue_final_message": boolean,
+    "chat_template_kwargs": record,
     "functions": one_of([]),
     "function_call": one_of("none", "auto"),
     "audio": refused,
@@ -199,18 +220,23 @@ _CHAT: dict[str, Check] = {
 
 
 def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[str, Any]:
-    given = known_fields(record(body, "the request body"), table)
-    name = required(given, "model")
-    if name != model.name:
-        message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
-        raise RequestError(message, param="model", code="model_not_found")
+    given = known_fields(record(body, "the request body"), table, lenient=model.options.lenient)
+    check_model(given, model)
     if "stream_options" in given and not given.get("stream"):
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if "prompt_logprobs" in given and given.get("stream"):
         raise RequestError("prompt_logprobs can't be streamed", param="prompt_logprobs")
-    for field in ("logit_bias", "stop_token_ids"):
-        check_ids(given.get(field, ()), field, model)
+    for name in ("logit_bias", "stop_token_ids"):
+        check_ids(given.get(name, ()), name, model)
     return given
+
+
+def check_model(given: Mapping[str, Any], model: ModelFacts) -> None:
+    """The model must be named, and be the one that is served."""
+    name = required(given, "model")
+    if name != model.name:
+        message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
+        raise RequestError(message, param="model", code="model_not_found")
 
 
 def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,3 +271,39 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
     if top and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return int(top) if given.get("logprobs") else None
+
+
+def _tools(
+    given: Mapping[str, Any],
+) -> tuple[tuple[dict[str, Any], ...], ToolChoice, StructuredOutputsParams | None]:
+    """The tools that may be called, the choice among them, and the shape that the output must have."""
+    found, choice = given.get("tools", ()), given.get("tool_choice", ToolChoice())
+    tools.check_choice(found, choice)
+    shape = shapes.wish(given)
+    must_call = tools.wish(found, choice, is_parallel=given.get("parallel_tool_calls", True))
+    if shape is not None and must_call is not None:
+        raise RequestError("a required tool call and another shape can't both be had", param=shape.param)
+    return (() if choice.mode == "none" else found), choice, shape or must_call
+
+
+def _template(given: Mapping[str, Any], messages: tuple[dict[str, Any], ...], model: ModelFacts) -> dict[str, Any]:
+    """What the chat template is told beside the messages."""
+    continues = given.get("continue_final_message", False)
+    if continues and given.get("add_generation_prompt"):
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    if continues and not messages[-1]["content"].strip():
+        raise RequestError("the final message has no content to continue", param="continue_final_message")
+    kwargs = given.get("chat_template_kwargs", {})
+    for name, value in kwargs.items():
+        where = f"chat_template_kwargs.{name[:100]}"
+        if name not in model.options.template_kwargs:
+            raise RequestError(f"{where} is not allowed here (--chat-template-kwargs)", param=where)
+        if not isinstance(value, bool | int | float | str) or len(str(value)) > MAX_KWARG_CHARS:
+            raise fields.wrong(value, where, f"true, false, a number or a string of {MAX_KWARG_CHARS} characters")
+    return {
+        "template_kwargs": kwargs,
+        "add_generation_prompt": given.get("add_generation_prompt", not continues),
+        "continue_final_message": continues,
+    }

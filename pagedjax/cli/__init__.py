@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from pagedjax import __version__
@@ -33,6 +33,13 @@ class ServeOptions:
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
     api_keys: str | None = option(
         None, "http", "TOML file of API keys; with keys every route but /health needs one", "none"
+    )
+    lenient: bool = option(False, "http", "pass over unknown fields of requests instead of refusing them")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "json"] = option(
+        "auto", "http", "the form in which the model writes tool calls; auto goes by its chat template"
+    )
+    chat_template_kwargs: str = option(
+        "enable_thinking", "http", "names that requests may hand to the chat template, separated by commas"
     )
     trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
@@ -176,14 +183,24 @@ def _serve(args: argparse.Namespace) -> int:
     options = ServeOptions(**flags.take(chosen, ServeOptions))
     config = _engine_config(chosen)
     from serving import server
+    from serving.options import ApiOptions, parse_names
 
     _log_at(options.log_level)
-    http = {name: value for name, value in asdict(options).items() if name not in ("log_level", "api_keys")}
+    api = ApiOptions(
+        lenient=options.lenient,
+        tool_call_parser=options.tool_call_parser,
+        template_kwargs=parse_names(options.chat_template_kwargs),
+    )
     return server.serve(
         lambda: _engine(config),
+        host=options.host,
+        port=options.port,
+        drain_timeout_s=options.drain_timeout_s,
+        max_body_bytes=options.max_body_bytes,
+        trust_tenant_header=options.trust_tenant_header,
         keys=_key_source(options.api_keys),
+        options=api,
         on_ready=lambda url: print(f"Ready on {url}", flush=True),
-        **http,
     )
 
 

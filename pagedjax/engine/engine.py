@@ -39,7 +39,7 @@ from pagedjax.engine.live import Group, Live, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
 from pagedjax.engine.record import Recorder
-from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
+from pagedjax.engine.submission import Pooling, Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.runner import Runner
@@ -94,6 +94,7 @@ class Engine:
         tenant: str = DEFAULT_TENANT,
         preemptible: bool = True,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         request = submission(
@@ -106,6 +107,7 @@ class Engine:
             tenant=tenant,
             preemptible=preemptible,
             cache_salt=cache_salt,
+            pooling=pooling,
         )
         wish = request.params.structured_outputs
         return request if wish is None else request._replace(grammar=self._grammars.compile(wish))
@@ -206,6 +208,8 @@ class Engine:
             if live.params.prompt_logprobs is not None and live.group.prompt_logprobs is not None:
                 # What the lost steps would have scored is to be scored again.
                 self.runner.tokens.get(live.sequence_id).num_scored = len(live.group.prompt_logprobs)
+            if live.group.submission.pooling is not None:
+                self.runner.tokens.get(live.sequence_id).num_pooled = live.num_pooled
         self._send(failed)
 
     def _end_transfers(self, timeout_s: float = 0.0) -> None:
@@ -303,9 +307,9 @@ class Engine:
             params = replace(params, prompt_logprobs=None)
         if group.candidates is not None and params.logprobs is None:
             params = replace(params, logprobs=0)  # they say which samples are the best
-        # Every prompt token must be computed to be scored, so such a sequence takes nothing from the prefix cache. Its
-        # forks share its blocks, and so have no names for them either.
-        is_named = request.params.prompt_logprobs is None
+        # Every prompt token must be computed to be scored or averaged, so such a sequence takes nothing from the prefix
+        # cache. Its forks share its blocks, and so have no names for them either.
+        is_named = request.params.prompt_logprobs is None and request.pooling != "mean"
         hashes = request.block_hashes if is_named else ()
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         live = Live(
@@ -327,6 +331,7 @@ class Engine:
             params,
             seed=seed_for(params, index, self.config.seed, sequence_id),
             stop_token_ids=live.stop_ids,
+            pooling=request.pooling,
         )
         self._live[sequence_id] = group.members[sequence_id] = live
         # No step comes between the arrivals of a request's sequences, so the first one is still there.
@@ -349,6 +354,9 @@ class Engine:
             self.metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
         self._take_prompt_logprobs(live, result, place)
+        if place in result.pooled:
+            live.pooled += result.pooled[place]
+            live.num_pooled = row.start + row.length
         if not row.samples:
             return RowResult(row.sequence_id, 0)
         if live.fault is not None:
@@ -358,7 +366,8 @@ class Engine:
             self.metrics.faulty_rows.inc()
             return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
         try:
-            delta = self._delta(live, token_id, result, place)
+            pooling = live.group.submission.pooling
+            delta = self._delta(live, token_id, result, place) if pooling is None else self._pooled_delta(live)
         except RequestError as error:
             return self._fail_row(live, error)
         self.runner.tokens.append(row.sequence_id, token_id)
@@ -379,8 +388,22 @@ class Engine:
             have_ended = all(candidate.finished for candidate in group.candidates)
             deltas = best_of(group.candidates, request.params) if have_ended else []
         for each in deltas:
-            update = Update(request.request_id, each, group.num_cached_tokens or 0, group.prompt_logprobs)
+            update = Update(
+                request.request_id,
+                each,
+                group.num_cached_tokens or 0,
+                group.prompt_logprobs,
+                embedding=group.embedding,
+            )
             self._updates.append(update)
+
+    def _pooled_delta(self, live: Live) -> Delta:
+        """The end of a sequence whose hidden states were wanted: they go to its group, and no token comes out."""
+        group = live.group
+        num_averaged = len(group.submission.prompt_token_ids) if group.submission.pooling == "mean" else 1
+        group.embedding = np.asarray(live.pooled, np.float32) / num_averaged
+        live.num_sampled += 1
+        return Delta(live.index, "", (), finish_reason=FinishReason.STOP.value)
 
     def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
         """The token as text and log-probabilities, and whether the sequence ends with it."""

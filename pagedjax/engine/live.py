@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pagedjax.core.prefix import hash_block
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.engine.detokenizer import Detokenizer
@@ -22,13 +24,15 @@ class Group:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     candidates: list[CompletionOutput] | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass(slots=True)
 class Live:
     """One sequence. `last_hash` names its last full block; None if its blocks have no names. It has `started` with its
     first row, and `is_running` unless it is in line, for the first time or again. `grammar` is where its output is in
-    the structure that it must have, if any; `fault` is why it cannot go on, until its next row is done."""
+    the structure that it must have, if any; `fault` is why it cannot go on, until its next row is done. `pooled` sums
+    the hidden states of the first `num_pooled` tokens, where they are wanted."""
 
     sequence_id: int
     index: int
@@ -44,6 +48,8 @@ class Live:
     is_running: bool = False
     ended: bool = False
     fault: Exception | None = None
+    pooled: np.ndarray | float = 0.0
+    num_pooled: int = 0
 
     @property
     def request_id(self) -> str:

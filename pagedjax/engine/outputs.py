@@ -31,7 +31,7 @@ class Delta:
 class Update(NamedTuple):
     """A delta on its way to whoever asked, with what is known of the prompt by the first one.
 
-    `error` ends the whole request; `delta` is then None.
+    `error` ends the whole request; `delta` is then None. `embedding` [hidden] is what was asked for in place of text.
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class Update(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
+    embedding: np.ndarray | None = None
 
 
 def token_logprobs(

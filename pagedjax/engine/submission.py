@@ -6,7 +6,7 @@ Pure and safe on any thread, so that tokenising and hashing stay off the step lo
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from pagedjax.core.tenants import DEFAULT_TENANT, is_tenant_name
 from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.tokenizer import Tokenizer
 
+Pooling = Literal["last", "mean"]
+
 
 class Submission(NamedTuple):
     """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks;
-    `grammar` is where structured output begins."""
+    `grammar` is where structured output begins. With `pooling` the prompt's hidden states are wanted, and no text."""
 
     request_id: str
     prompt: str | None
@@ -33,6 +35,7 @@ class Submission(NamedTuple):
     preemptible: bool = True
     cache_salt: str = ""
     grammar: GrammarState | None = None
+    pooling: Pooling | None = None
 
     @property
     def root_hash(self) -> bytes:
@@ -63,6 +66,7 @@ def submission(
     tenant: str = DEFAULT_TENANT,
     preemptible: bool = True,
     cache_salt: str = "",
+    pooling: Pooling | None = None,
 ) -> Submission:
     """Check and tokenise one request.
 
@@ -89,6 +93,7 @@ def submission(
         tenant=tenant,
         preemptible=preemptible,
         cache_salt=cache_salt,
+        pooling=pooling,
     )
     return request if params.max_tokens is not None else within_room(request, config)
 

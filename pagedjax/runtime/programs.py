@@ -168,6 +168,8 @@ def _small_jobs(sizes: _Sizes) -> Iterator[Job]:
     num_picked, state = sizes.shapes.num_picked, sizes.penalties
     for size in sizes.shapes.token_sizes:
         yield Job("pick", size, jax.jit(_pick), (sizes.hidden(size), _ints(num_picked)))
+        add = _jitted(f"add_rows_{size}", partial(_add_rows, sizes.shapes.num_rows(size)))
+        yield Job("add_rows", size, add, (sizes.hidden(size), _ints(size)))
     count = jax.jit(sampler.count_sampled, donate_argnums=0)
     yield Job("uniforms", num_picked, jax.jit(sampler.uniforms), (_ints(num_picked, sampler.NUM_FIELDS),))
     yield Job("count", num_picked, count, (state, sizes.last_ids, _ints(num_picked)))
@@ -198,6 +200,11 @@ def _head(parts: ModelParts, size: int, leaves: Leaves, picked: jax.Array) -> ja
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
     return hidden[index]
+
+
+def _add_rows(num_rows: int, hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    """The sum [num_rows, H] of each row's hidden states [T, H], float32. `rows` [T] past the last count nowhere."""
+    return jnp.zeros((num_rows, hidden.shape[1]), jnp.float32).at[rows].add(hidden.astype(jnp.float32), mode="drop")
 
 
 def _jitted(name: str, function: Any, donate: int | None = None) -> Any:

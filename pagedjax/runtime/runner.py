@@ -28,7 +28,7 @@ from pagedjax.runtime import compiles, copies, kv_cache, programs, sampler, swap
 from pagedjax.runtime.batch import DeviceBatch
 from pagedjax.runtime.config import RuntimeConfig, shapes_for
 from pagedjax.runtime.programs import Programs, Progress
-from pagedjax.runtime.results import StepHandle, StepResult, bring
+from pagedjax.runtime.results import PooledRow, StepHandle, StepResult, bring
 from pagedjax.runtime.slots import SlotTable
 from pagedjax.runtime.swap import Completion, Pool, Transfers
 from pagedjax.runtime.tokens import TokenTable
@@ -153,7 +153,8 @@ class Runner:
         samples = len(batch.sampling_rows) > 0 and not defers_sampling
         ids, scores = self._sample(batch, picked) if samples else (None, None)
         prompt_scores = self._score_prompts(plan, batch, hidden)
-        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores)
+        pooled = self._pool(plan, batch, hidden, picked) if self.tokens.pooling_ids else ()
+        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores, pooled)
 
     def sample(self, handle: StepHandle, masks: Mapping[int, np.ndarray]) -> StepHandle:
         """Enqueue the sampling of a step that was dispatched without. `masks` has for those of the plan's rows that may
@@ -296,6 +297,25 @@ class Runner:
         padded = np.full(size, self._num_slots, np.int32)
         padded[: len(slots)] = slots
         self._penalties = self.programs["count", size](self._penalties, self._last_ids, padded)
+
+    def _pool(self, plan: StepPlan, batch: DeviceBatch, hidden: jax.Array, picked: jax.Array) -> tuple[PooledRow, ...]:
+        """What the rows give that want hidden states. Tokens that are computed again count once."""
+        found, nowhere = [], self.shapes.num_rows(batch.num_tokens)
+        row_of_token, start, adding = np.full(batch.num_tokens, nowhere, np.int32), 0, []
+        for place, row in enumerate(plan.rows):
+            entry = self.tokens.get(row.sequence_id)
+            if entry.pooling == "last" and row.samples:
+                found.append(PooledRow(place, picked, batch.sampling_rows.tolist().index(place)))
+            elif entry.pooling == "mean":
+                num_known = max(0, entry.num_pooled - row.start)
+                row_of_token[start + num_known : start + row.length] = place
+                entry.num_pooled = max(entry.num_pooled, row.start + row.length)
+                adding.append(place)
+            start += row.length
+        if adding:
+            sums = self.programs["add_rows", batch.num_tokens](hidden, row_of_token)
+            found += [PooledRow(place, sums, place) for place in adding]
+        return tuple(found)
 
     def _score_prompts(self, plan: StepPlan, batch: DeviceBatch, hidden: jax.Array) -> tuple[jax.Array, ...]:
         if not batch.prompt_scoring:

@@ -37,6 +37,8 @@ class LetterTokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.token_text(token_id) for token_id in token_ids if token_id != EOS)
 
+    chat_template_text = chat_template.text
+
     def apply_chat_template(self, messages: Sequence, **_options: bool) -> str:
         return self.chat_template.render(messages, add_generation_prompt=True)
 

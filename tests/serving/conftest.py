@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -42,11 +43,14 @@ class ByteTokenizer:
     def token_text(self, token_id):
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+    chat_template_text = ""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True, **kwargs):
         if any(message["role"] == "system" for message in messages[1:]):
             raise RequestError("the system message must come first", param="messages")
         turns = [f"<{message['role']}>{message['content']}" for message in messages]
-        return "".join([*turns, "<assistant>" * add_generation_prompt])
+        extra = [f"[{name}={json.dumps(value)}]" for name, value in kwargs.items()]
+        return "".join([*extra, *turns, "<assistant>" * add_generation_prompt])
 
 
 class FakeDelta:
@@ -67,6 +71,7 @@ class FakeStream:
         self.engine, self.params, self.request_id = engine, params, request_id
         self.prompt_token_ids, self.num_cached_tokens = list(prompt), len(prompt) // 4
         self.prompt_logprobs = None
+        self.embedding = np.array([len(prompt), 0, -1], np.float32)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(candidates(i, params.prompt_logprobs) for i in prompt[1:])]
 
@@ -140,7 +145,7 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt=""):
+    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt="", pooling=None):
         self.tenants.append(tenant)
         self.salts.append(cache_salt)
         return FakeSubmission(prompt, params, request_id, priority)

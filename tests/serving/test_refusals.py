@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import fields, schemas
+from serving import embedding, fields, schemas
 from serving.inputs import MAX_PROMPTS, ModelFacts
 from serving.schemas import parse_chat, parse_completion
 
@@ -108,7 +108,6 @@ def test_completions_refuse(client, engine, fields, param):
     [
         ({"prompt": "a"}, "prompt"),
         ({"echo": True}, "echo"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
@@ -148,14 +147,21 @@ def test_completions_refuse(client, engine, fields, param):
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"enable_thinking": {}}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": "a" * 257}}, "chat_template_kwargs.enable_thinking"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+            "continue_final_message",
+        ),
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user", "content": ""}] * 201}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -167,7 +173,10 @@ def test_completions_refuse(client, engine, fields, param):
             "messages[0].content[0].type",
         ),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
     ],
 )
 def test_chat_refuses(client, engine, fields, param):
@@ -214,11 +223,11 @@ def test_no_field_of_openai_s_is_passed_over_in_silence(client, ask, params):
         assert answer.json()["error"]["param"].startswith(name)
 
 
-@pytest.mark.parametrize("table", [schemas._COMPLETION, schemas._CHAT])
+@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS])
 def test_every_field_that_is_taken_is_documented(table):
     documented = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
     taken = {name for name, check in table.items() if check is not fields.refused}
-    assert taken - documented - {"model", "prompt", "messages"} == NAMING_WHAT_IS_DONE_ANYWAY & taken
+    assert taken - documented - {"model", "prompt", "messages", "input"} == NAMING_WHAT_IS_DONE_ANYWAY & taken
 
 
 def test_another_model_is_404(client):
