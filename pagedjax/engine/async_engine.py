@@ -189,8 +189,11 @@ class AsyncEngine:
         self._draining = True
 
     def is_ready(self) -> bool:
-        """Whether a new request would be taken."""
-        return self._engine is not None and not self._draining and self._failure is None
+        """Whether a new request would be taken: not while it loads, drains, is broken, or its line is full."""
+        if self._engine is None or self._draining or self._failure is not None:
+            return False
+        waiting, limits = self._engine.state.waiting, self._engine.state.config
+        return len(waiting) < limits.max_queued_requests and waiting.num_tokens < limits.max_queued_tokens
 
     def is_alive(self) -> bool:
         """Whether the step loop lives, and steps advance while there is work."""

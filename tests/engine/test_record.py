@@ -149,7 +149,9 @@ def test_requests_keep_their_lengths_for_the_simulator(tmp_path):
     assert [(r.prompt_len, r.output_len, r.priority, r.tenant) for r in found] == [
         (r.prompt_len, r.output_len, r.priority, r.tenant) for r in REQUESTS
     ]
-    before, after = (simulate(c, found, H200_LIKE) for c in (CONFIG, with_settings(CONFIG, ["enable-preemption=false"])))
+    before, after = (
+        simulate(c, found, H200_LIKE) for c in (CONFIG, with_settings(CONFIG, ["enable-preemption=false"]))
+    )
     assert before.preemptions and not after.preemptions
 
 
