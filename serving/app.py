@@ -30,7 +30,8 @@ from serving.limits import Limits
 from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head, Rendering
 from serving.options import ApiOptions
-from serving.reading import Call, Read, read_chat, read_completion, read_embedding
+from serving.reading import Call, Read, read_chat, read_completion, read_embedding, read_response
+from serving.responses import ResponseRendering
 from serving.schemas import ChatCall, CompletionCall
 from serving.workers import MAX_INLINE_BYTES, Workers
 
@@ -243,6 +244,13 @@ async def embeddings(request: Request) -> Generation:
     return _generation(request, head, call, submissions, EmbeddingRendering(head, call))
 
 
+async def responses(request: Request) -> Generation:
+    service, head = _service(request), _head(request, "resp")
+    call, submissions = await service.read(request, head.id, read_response)
+    rendering = ResponseRendering(head, call, service.engine.tokenizer)
+    return _generation(request, head, call.chat, submissions, rendering)
+
+
 async def tokenize(request: Request) -> Response:
     return json_response(await _service(request).compute(request, tokenizing.tokenize))
 
@@ -349,6 +357,7 @@ async def docs(request: Request) -> Response:
 ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),

@@ -65,6 +65,8 @@ def parse_embedding(body: Any, model: ModelFacts) -> EmbeddingCall:
 class EmbeddingRendering:
     """Vectors of length 1, as numbers or as little-endian float32 in base64. Never streamed."""
 
+    done = b""
+
     def __init__(self, head: Head, call: EmbeddingCall) -> None:
         self._head, self._call = head, call
 

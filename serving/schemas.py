@@ -117,7 +117,7 @@ def _logit_bias(value: Any, name: str) -> dict[int, float]:
     return bias
 
 
-def _metadata(value: Any, name: str) -> dict[str, str]:
+def read_metadata(value: Any, name: str) -> dict[str, str]:
     pairs = record(value, name)
     if len(pairs) > 16 or any(len(key) > 64 for key in pairs):
         raise RequestError(f"{name} may have 16 keys of 64 characters", param=name)
@@ -200,7 +200,7 @@ CHAT: dict[str, Check] = {
     "top_logprobs": integer,
     "max_tokens": _at_least_one,
     "max_completion_tokens": _at_least_one,
-    "metadata": _metadata,
+    "metadata": read_metadata,
     "safety_identifier": string,
     "prompt_cache_key": string,
     "parallel_tool_calls": boolean,

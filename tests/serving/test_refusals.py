@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import embedding, fields, schemas
+from serving import embedding, fields, responses, schemas
 from serving.inputs import MAX_PROMPTS, ModelFacts
 from serving.schemas import parse_chat, parse_completion
 
@@ -237,7 +237,7 @@ def test_no_field_of_openai_s_is_passed_over_in_silence(client, ask, params):
         assert answer.json()["error"]["param"].startswith(name)
 
 
-@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS])
+@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS, responses.FIELDS])
 def test_every_field_that_is_taken_is_documented(table):
     documented = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
     taken = {name for name, check in table.items() if check is not fields.refused}
