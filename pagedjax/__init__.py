@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedjax.core.request import SamplingParams
+    from pagedjax.core.structure import StructuredOutputsParams
     from pagedjax.engine.async_engine import AsyncEngine
     from pagedjax.engine.config import EngineConfig
     from pagedjax.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "EngineConfig", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
     "LLM": "pagedjax.llm",
     "AsyncEngine": "pagedjax.engine.async_engine",
     "EngineConfig": "pagedjax.engine.config",
     "SamplingParams": "pagedjax.core.request",
+    "StructuredOutputsParams": "pagedjax.core.structure",
 }
 
 

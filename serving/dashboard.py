@@ -24,8 +24,8 @@ PAGE_HEADERS = {
 }
 
 
-def page() -> bytes:
-    return files("serving").joinpath("static", "index.html").read_bytes()
+def page(name: str = "index.html") -> bytes:
+    return files("serving").joinpath("static", name).read_bytes()
 
 
 class Snapshots:

@@ -22,7 +22,8 @@ _POLLED = ("/health", "/ready", "/metrics", "/debug/state")
 
 
 class Edge:
-    """ASGI middleware. Puts `request_id` and `notes` into scope["state"]; notes become fields of the access log.
+    """ASGI middleware. Puts `request_id`, `notes` and `headers` into scope["state"]: notes become fields of the access
+    log, headers those of the answer.
 
     `route_of` gives an endpoint's path template, which is what metrics and logs call it.
     """
@@ -36,14 +37,15 @@ class Edge:
             return
         request_id, began = secrets.token_hex(12), time.perf_counter()
         notes: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, notes=notes)
+        headers: dict[str, str] = {}
+        scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers)
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update({"x-request-id": request_id, **headers})
             await send(message)
 
         self._metrics.begin()

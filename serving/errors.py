@@ -8,19 +8,31 @@ from starlette.responses import Response
 from pagedjax.core.errors import RequestError
 
 STATUS_OF_CODE = {
+    "missing_api_key": 401,
+    "invalid_api_key": 401,
     "model_not_found": 404,
     "not_found": 404,
     "cross_origin": 403,
+    "forbidden": 403,
+    "priority_not_allowed": 403,
     "method_not_allowed": 405,
     "request_timeout": 408,
     "body_too_large": 413,
     "queue_full": 429,
+    "rate_limit_exceeded": 429,
+    "cancelled": 499,
     "draining": 503,
     "shutting_down": 503,
     "not_ready": 503,
 }
 RETRY_AFTER_S = {429: "1", 503: "10"}
-_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 class ClientGone(Exception):
@@ -29,6 +41,10 @@ class ClientGone(Exception):
 
 def shutting_down() -> RequestError:
     return RequestError("the server is shutting down and ended this request; send it again", code="shutting_down")
+
+
+def cancelled() -> RequestError:
+    return RequestError("the request was cancelled", code="cancelled")
 
 
 def status_of(error: Exception) -> int:

@@ -73,13 +73,16 @@ def refused(value: Any, name: str) -> Any:
     raise unsupported(name)
 
 
-def known_fields(body: dict[str, Any], table: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
-    """The fields that are not null, each checked."""
+def known_fields(
+    body: dict[str, Any], table: Mapping[str, Check], prefix: str = "", *, lenient: bool = False
+) -> dict[str, Any]:
+    """The fields that are not null, each checked. Unknown ones are refused, or passed over where that is wanted."""
     unknown = next((name for name in body if name not in table), None)
-    if unknown is not None:
+    if unknown is not None and not lenient:
         name = f"{prefix}{unknown[:100]}"
         raise RequestError(f"unrecognized field {name}", param=name, code="unknown_parameter")
-    return {name: table[name](value, f"{prefix}{name}") for name, value in body.items() if value is not None}
+    given = [(name, value) for name, value in body.items() if value is not None and name in table]
+    return {name: table[name](value, f"{prefix}{name}") for name, value in given}
 
 
 def required(given: Mapping[str, Any], name: str, prefix: str = "") -> Any:

@@ -7,20 +7,25 @@ goes wrong before it has its own status; after it an error is one more event, an
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import FinishReason
 from serving import errors, openai, sse
+from serving.embedding import EmbeddingCall
 from serving.interfaces import Delta, Stream
 from serving.openai import Choice, Rendering
 from serving.schemas import ChatCall, CompletionCall
-from serving.workers import Workers
+
+if TYPE_CHECKING:
+    from serving.app import Service
 
 log = logging.getLogger(__name__)
 
@@ -28,37 +33,82 @@ log = logging.getLogger(__name__)
 CANDIDATE_BYTES = 64
 
 
+@dataclass(slots=True, eq=False)
+class Active:
+    """A request that is being answered. `charge` is told at the end how many tokens were generated."""
+
+    id: str
+    tenant: str
+    route: str
+    num_prompt_tokens: int = 0
+    num_sequences: int = 1
+    charge: Callable[[int], None] = lambda num_tokens: None
+    num_output_tokens: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+
 class ActiveRequests:
     """The generating requests that have not been answered yet."""
 
     def __init__(self) -> None:
-        self._interrupts: set[Callable[[], None]] = set()
+        self._active: dict[str, tuple[Active, Callable[[RequestError], None]]] = {}
+        self._num_sequences: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._interrupts)
+        return len(self._active)
+
+    def num_sequences(self, tenant: str) -> int:
+        return self._num_sequences[tenant]
 
     def interrupt_all(self) -> None:
         """Ends every one of them with an error."""
-        for interrupt in tuple(self._interrupts):
-            interrupt()
+        for _, interrupt in tuple(self._active.values()):
+            interrupt(errors.shutting_down())
 
-    async def run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-        """`work`, until the client goes (ClientGone) or `interrupt_all` (RequestError shutting_down)."""
-        interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def cancel(self, request_id: str, tenant: str | None = None) -> bool:
+        """End one with an error, if there is such a one, of this tenant if one is named."""
+        active, interrupt = self._active.get(request_id, (None, None))
+        if active is None or interrupt is None or tenant not in (None, active.tenant):
+            return False
+        interrupt(errors.cancelled())
+        return True
 
-        def interrupt() -> None:
+    def listing(self) -> list[dict[str, Any]]:
+        """What is known of each, oldest first; no texts."""
+        now_s = time.monotonic()
+        return [
+            {
+                "id": one.id,
+                "tenant": one.tenant,
+                "route": one.route,
+                "age_s": round(now_s - one.began_s, 3),
+                "prompt_tokens": one.num_prompt_tokens,
+                "output_tokens": one.num_output_tokens,
+            }
+            for one, _ in self._active.values()
+        ]
+
+    async def run(self, active: Active, work: Coroutine[Any, Any, None], receive: Receive) -> None:
+        """`work`, until the client goes (ClientGone) or somebody ends it (RequestError)."""
+        interrupted: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
+
+        def interrupt(error: RequestError) -> None:
             if not interrupted.done():
-                interrupted.set_result(None)
+                interrupted.set_result(error)
 
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_until_disconnect(receive))
-        self._interrupts.add(interrupt)
+        self._active[active.id] = active, interrupt
+        self._num_sequences[active.tenant] += active.num_sequences
         try:
             await asyncio.wait((working, watching, interrupted), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise errors.shutting_down() if interrupted.done() else errors.ClientGone
+                raise interrupted.result() if interrupted.done() else errors.ClientGone
             working.result()
         finally:
-            self._interrupts.discard(interrupt)
+            del self._active[active.id]
+            self._num_sequences[active.tenant] -= active.num_sequences
+            if not self._num_sequences[active.tenant]:
+                del self._num_sequences[active.tenant]
             working.cancel()
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
@@ -70,13 +120,13 @@ class Generation:
     def __init__(
         self,
         streams: Sequence[Stream],
-        call: CompletionCall | ChatCall,
+        call: CompletionCall | ChatCall | EmbeddingCall,
         rendering: Rendering,
-        active: ActiveRequests,
-        workers: Workers,
+        service: "Service",
+        active: Active,
     ) -> None:
         self._streams, self._call, self._rendering = streams, call, rendering
-        self._active, self._workers = active, workers
+        self._service, self._workers, self._active = service, service.workers, active
         n = call.params.n
         self._choices = [Choice(i, streams[i // n]) for i in range(n * len(streams))]
         self._num_completion_tokens = 0
@@ -86,13 +136,14 @@ class Generation:
         notes = scope["state"]["notes"]
         work = self._stream(send) if self._call.stream else self._whole(scope, receive, send)
         try:
-            await self._active.run(work, receive)
+            await self._service.active.run(self._active, work, receive)
         except Exception as error:
             if not self._started:
                 raise
             await self._end_with(error, scope, send)
         finally:
             self._abort_unfinished()
+            self._active.charge(self._num_completion_tokens)
             notes["stream"] = self._call.stream
             notes["prompt_tokens"] = sum(len(stream.prompt_token_ids) for stream in self._streams)
             notes["output_tokens"] = self._num_completion_tokens
@@ -114,7 +165,7 @@ class Generation:
                 begin = b"" if choice.begun else await self._begin(choice)
                 await self._write(begin + self._rendering.chunk(choice, delta), send)
         tail = self._rendering.usage_chunk(self._usage()) if self._call.include_usage else b""
-        await self._write(tail + sse.DONE, send)
+        await self._write(tail + self._rendering.done, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, choice: Choice) -> bytes:
@@ -156,6 +207,7 @@ class Generation:
                     delta = _Unshown(delta.index)
                 choice.finish_reason = delta.finish_reason
                 self._num_completion_tokens += len(delta.token_ids)
+                self._active.num_output_tokens = self._num_completion_tokens
                 yield choice, delta
         if any(choice.finish_reason is None for choice in self._choices):
             raise RuntimeError("the engine closed a stream before its sequences had finished")

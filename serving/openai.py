@@ -13,6 +13,7 @@ from serving.inputs import Prompt
 from serving.interfaces import Delta, Stream, Tokenizer, TokenLogprobs
 from serving.offsets import TextOffsets
 from serving.schemas import ChatCall, CompletionCall
+from serving.tools import Call, NamedParser, Parser, Piece, ToolFormat, parser_for, shown_call
 
 # JSON has no -inf, and clients take exp() of what they get.
 MIN_LOGPROB = -9999.0
@@ -40,6 +41,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     offsets: TextOffsets | None = None
+    parser: Parser | None = None
+    num_calls: int = 0
     begun: bool = False
 
     def add(self, delta: Delta) -> None:
@@ -50,8 +53,11 @@ class Choice:
 
 
 class Rendering(Protocol):
-    """Bodies of one response. `begin` is what precedes a choice's first delta; both chunk methods may give nothing."""
+    """Bodies of one response. `begin` is what precedes a choice's first delta; both chunk methods may give nothing.
+    `usage_chunk` comes last where usage was asked for, and then `done`."""
 
+    @property
+    def done(self) -> bytes: ...
     def begin(self, choice: Choice) -> bytes: ...
     def chunk(self, choice: Choice, delta: Delta) -> bytes: ...
     def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
@@ -60,6 +66,8 @@ class Rendering(Protocol):
 
 class CompletionRendering:
     """/v1/completions."""
+
+    done = sse.DONE
 
     def __init__(self, head: Head, call: CompletionCall, tokenizer: Tokenizer) -> None:
         self._head, self._call, self._tokenizer = head, call, tokenizer
@@ -138,23 +146,56 @@ class CompletionRendering:
 
 
 class ChatRendering:
-    """/v1/chat/completions."""
+    """/v1/chat/completions. Where there are tools, calls to them are read from the text, in `tool_format`."""
 
-    def __init__(self, head: Head, call: ChatCall, tokenizer: Tokenizer) -> None:
+    done = sse.DONE
+
+    def __init__(self, head: Head, call: ChatCall, tokenizer: Tokenizer, tool_format: ToolFormat = "hermes") -> None:
         self._head, self._call, self._tokenizer = head, call, tokenizer
+        self._tool_format = tool_format
         self._templates: dict[int, sse.Template] = {}
 
     def begin(self, choice: Choice) -> bytes:
         return self._event(choice, {"role": "assistant", "content": ""}, None)
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        if self._call.logprobs is None and delta.finish_reason is None:
-            return self._template(choice).fill(delta.text) if delta.text else b""
+        is_last, text = delta.finish_reason is not None, delta.text
+        calls: tuple[Call, ...] = ()
+        if self._call.tools:
+            text, calls = self._parsed(choice, delta.text, is_last=is_last)
+        if self._call.logprobs is None and not is_last and not calls:
+            return self._template(choice).fill(text) if text else b""
         logprobs = self._logprobs(zip(delta.token_ids, delta.logprobs or ()))
-        return self._event(choice, {"content": delta.text} if delta.text else {}, logprobs, delta)
+        body: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            first = choice.num_calls - len(calls)
+            body["tool_calls"] = [{"index": first + i, **shown_call(one)} for i, one in enumerate(calls)]
+        return self._event(choice, body, logprobs, delta)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return sse.event(_body(self._head, "chat.completion.chunk", []) | {"usage": usage})
+
+    def _parsed(self, choice: Choice, text: str, *, is_last: bool) -> Piece:
+        """The content and the calls that are certain with this text."""
+        parser = choice.parser = choice.parser or self._parser()
+        content, calls = parser.push(text)
+        if is_last:
+            rest = parser.finish()
+            content, calls = content + rest.content, calls + rest.calls
+        choice.num_calls += len(calls)
+        return Piece(content, calls)
+
+    def _parser(self) -> Parser:
+        mode, name = self._call.tool_choice.mode, self._call.tool_choice.name
+        if mode == "named" and name is not None:
+            return NamedParser(name)
+        names = frozenset(tool["function"]["name"] for tool in self._call.tools)
+        return parser_for("json" if mode == "required" else self._tool_format, names)
+
+    def _reason(self, choice: Choice, reason: str | None) -> str | None:
+        """OpenAI says tool_calls where the model chose what to call, and stop where the caller had chosen."""
+        has_chosen = choice.num_calls > 0 and self._call.tool_choice.mode != "named"
+        return "tool_calls" if has_chosen and reason == "stop" else reason
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         body = _body(self._head, "chat.completion", [self._whole(choice) for choice in choices]) | {"usage": usage}
@@ -163,9 +204,16 @@ class ChatRendering:
         return body
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        text = "".join(choice.texts)
+        calls: tuple[Call, ...] = ()
+        if self._call.tools:
+            text, calls = self._parsed(choice, text, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [shown_call(one) for one in calls]}
         logprobs = self._logprobs(zip(choice.token_ids, choice.logprobs))
-        return _choice(choice, {"message": message}, logprobs, choice)
+        body = _choice(choice, {"message": message}, logprobs, choice)
+        return body | {"finish_reason": self._reason(choice, choice.finish_reason)}
 
     def _logprobs(self, tokens: Iterable[tuple[int, TokenLogprobs]]) -> dict[str, Any] | None:
         top = self._call.logprobs
@@ -173,8 +221,10 @@ class ChatRendering:
             return None
         return {"content": [chat_logprob(i, found, top, self._tokenizer) for i, found in tokens], "refusal": None}
 
-    def _event(self, choice: Choice, delta: dict[str, str], logprobs: Any, end: Delta | None = None) -> bytes:
-        chunk = _body(self._head, "chat.completion.chunk", [_choice(choice, {"delta": delta}, logprobs, end)])
+    def _event(self, choice: Choice, delta: dict[str, Any], logprobs: Any, end: Delta | None = None) -> bytes:
+        body = _choice(choice, {"delta": delta}, logprobs, end)
+        body["finish_reason"] = self._reason(choice, body["finish_reason"])
+        chunk = _body(self._head, "chat.completion.chunk", [body])
         return sse.event(chunk | _open_usage(self._call))
 
     def _template(self, choice: Choice) -> sse.Template:

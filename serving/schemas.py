@@ -7,16 +7,20 @@ the server does anyway (`store: false`, `response_format: {"type": "text"}`, `to
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedjax.core.errors import RequestError
-from pagedjax.core.request import MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
-from serving import fields
+from pagedjax.core.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
+from pagedjax.core.structure import StructuredOutputsParams
+from serving import fields, shapes, tools
 from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
 from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
+from serving.tools import ToolChoice, read_choice, read_tools
 
 MAX_CHOICES = 1024
+MAX_SALT_CHARS = 256
+MAX_KWARG_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +37,44 @@ class CompletionCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    preemptible: bool = True
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """`messages` hold role, content and where given name, as chat templates expect them. `logprobs` is the number
-    of alternatives to show beside each token, or None."""
+    """`messages` hold role, content and where given name, tool_calls and tool_call_id, as chat templates expect them.
+    `logprobs` is the number of alternatives to show beside each token, or None. `tools` are those that may be called.
+    """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     params: SamplingParams
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    preemptible: bool = True
+    cache_salt: str = ""
 
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     """Raises RequestError naming the field."""
-    given = _checked(body, _COMPLETION, model)
+    given = _checked(body, COMPLETION, model)
     prompts = read_prompts(required(given, "prompt"), model)
     echo = given.get("echo", False)
     logprobs, prompt_logprobs = given.get("logprobs"), given.get("prompt_logprobs")
     score_only = echo and given.get("max_tokens") == 0
-    sampling = {name: given[name] for name in _SAMPLING if name in given} | {"logprobs": logprobs}
+    sampling = _sampling(given) | {"logprobs": logprobs}
     sampling["best_of"] = given.get("best_of")
     if score_only:
         sampling |= {"max_tokens": 1, "min_tokens": 0}
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, structured_outputs=shapes.wish(given))
     if echo and logprobs is not None:
         params = replace(params, prompt_logprobs=max(logprobs, prompt_logprobs or 0))
     if params.num_samples > params.n and given.get("stream"):
@@ -72,14 +86,23 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
 
 def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     """Raises RequestError naming the field."""
-    given = _checked(body, _CHAT, model)
+    given = _checked(body, CHAT, model)
     messages = read_messages(required(given, "messages"), model)
-    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    sampling = _sampling(given)
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
-    params = SamplingParams(**sampling, logprobs=logprobs)
-    shown: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": given.get("prompt_logprobs")}
-    return ChatCall(messages=messages, params=params, **shown, **_delivery(given))
+    callable_tools, choice, shape = _tools(given)
+    params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=shape)
+    return ChatCall(
+        messages=messages,
+        params=params,
+        logprobs=logprobs,
+        prompt_logprobs=given.get("prompt_logprobs"),
+        tools=callable_tools,
+        tool_choice=choice,
+        **_template(given, messages, model),
+        **_delivery(given),
+    )
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
@@ -94,7 +117,7 @@ def _logit_bias(value: Any, name: str) -> dict[int, float]:
     return bias
 
 
-def _metadata(value: Any, name: str) -> dict[str, str]:
+def read_metadata(value: Any, name: str) -> dict[str, str]:
     pairs = record(value, name)
     if len(pairs) > 16 or any(len(key) > 64 for key in pairs):
         raise RequestError(f"{name} may have 16 keys of 64 characters", param=name)
@@ -103,10 +126,16 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
     return pairs
 
 
-def _priority(value: Any, name: str) -> int:
+def read_priority(value: Any, name: str) -> int:
     if not MIN_PRIORITY <= integer(value, name) <= MAX_PRIORITY:
         raise RequestError(f"{name} must lie in {MIN_PRIORITY}..{MAX_PRIORITY}, not {value}", param=name)
     return int(value)
+
+
+def read_cache_salt(value: Any, name: str) -> str:
+    if not 0 < len(string(value, name)) <= MAX_SALT_CHARS:
+        raise RequestError(f"{name} must have 1 to {MAX_SALT_CHARS} characters", param=name)
+    return str(value)
 
 
 def _at_least_one(value: Any, name: str) -> int:
@@ -140,15 +169,21 @@ _SAMPLING: dict[str, Check] = {
     "min_tokens": integer,
     "prompt_logprobs": integer,
     "skip_special_tokens": boolean,
+    "length_penalty": number,
+    "early_stopping": boolean,
 }
 _DELIVERY: dict[str, Check] = {
     "model": string,
     "stream": boolean,
     "stream_options": _stream_options,
-    "priority": _priority,
+    "priority": read_priority,
+    "preemptible": boolean,
+    "use_beam_search": boolean,
+    "cache_salt": read_cache_salt,
     "user": string,
+    **shapes.FIELDS,
 }
-_COMPLETION: dict[str, Check] = {
+COMPLETION: dict[str, Check] = {
     **_SAMPLING,
     **_DELIVERY,
     "prompt": lambda value, name: value,
@@ -157,7 +192,7 @@ _COMPLETION: dict[str, Check] = {
     "best_of": integer,
     "suffix": one_of(""),
 }
-_CHAT: dict[str, Check] = {
+CHAT: dict[str, Check] = {
     **_SAMPLING,
     **_DELIVERY,
     "messages": fields.array,
@@ -165,19 +200,21 @@ _CHAT: dict[str, Check] = {
     "top_logprobs": integer,
     "max_tokens": _at_least_one,
     "max_completion_tokens": _at_least_one,
-    "metadata": _metadata,
+    "metadata": read_metadata,
     "safety_identifier": string,
     "prompt_cache_key": string,
     "parallel_tool_calls": boolean,
     "store": one_of(False),
     "service_tier": one_of("auto", "default"),
     "modalities": one_of(["text"]),
-    "response_format": one_of({"type": "text"}),
     "reasoning_effort": one_of("none"),
     "verbosity": one_of("medium"),
     "prompt_cache_retention": one_of("in_memory"),
-    "tools": one_of([]),
-    "tool_choice": one_of("none", "auto"),
+    "tools": read_tools,
+    "tool_choice": read_choice,
+    "add_generation_prompt": boolean,
+    "continue_final_message": boolean,
+    "chat_template_kwargs": record,
     "functions": one_of([]),
     "function_call": one_of("none", "auto"),
     "audio": refused,
@@ -189,18 +226,38 @@ _CHAT: dict[str, Check] = {
 
 
 def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[str, Any]:
-    given = known_fields(record(body, "the request body"), table)
-    name = required(given, "model")
-    if name != model.name:
-        message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
-        raise RequestError(message, param="model", code="model_not_found")
+    given = known_fields(record(body, "the request body"), table, lenient=model.options.lenient)
+    check_model(given, model)
     if "stream_options" in given and not given.get("stream"):
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if "prompt_logprobs" in given and given.get("stream"):
         raise RequestError("prompt_logprobs can't be streamed", param="prompt_logprobs")
-    for field in ("logit_bias", "stop_token_ids"):
-        check_ids(given.get(field, ()), field, model)
+    for name in ("logit_bias", "stop_token_ids"):
+        check_ids(given.get(name, ()), name, model)
     return given
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams' fields. `use_beam_search` makes of `n` the number of beams, as in vLLM."""
+    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    if given.get("use_beam_search"):
+        if given.get("stream"):
+            raise RequestError("use_beam_search can't be streamed", param="stream")
+        if not 1 <= given.get("n", 1) <= MAX_BEAM_WIDTH:
+            message = f"n must lie in 1..{MAX_BEAM_WIDTH} with use_beam_search, not {given['n']}"
+            raise RequestError(message, param="n")
+        if not given.get("preemptible", True):
+            raise RequestError("preemptible false cannot be combined with use_beam_search", param="preemptible")
+        sampling["beam_width"] = given.get("n", 1)
+    return sampling
+
+
+def check_model(given: Mapping[str, Any], model: ModelFacts) -> None:
+    """The model must be named, and be the one that is served."""
+    name = required(given, "model")
+    if name != model.name:
+        message = f"the model {name[:100]!r} does not exist; this server has {model.name!r}"
+        raise RequestError(message, param="model", code="model_not_found")
 
 
 def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +265,8 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
         "stream": given.get("stream", False),
         "include_usage": given.get("stream_options", False),
         "priority": given.get("priority", 0),
+        "preemptible": given.get("preemptible", True),
+        "cache_salt": given.get("cache_salt", ""),
     }
 
 
@@ -234,3 +293,39 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
     if top and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return int(top) if given.get("logprobs") else None
+
+
+def _tools(
+    given: Mapping[str, Any],
+) -> tuple[tuple[dict[str, Any], ...], ToolChoice, StructuredOutputsParams | None]:
+    """The tools that may be called, the choice among them, and the shape that the output must have."""
+    found, choice = given.get("tools", ()), given.get("tool_choice", ToolChoice())
+    tools.check_choice(found, choice)
+    shape = shapes.wish(given)
+    must_call = tools.wish(found, choice, is_parallel=given.get("parallel_tool_calls", True))
+    if shape is not None and must_call is not None:
+        raise RequestError("a required tool call and another shape can't both be had", param=shape.param)
+    return (() if choice.mode == "none" else found), choice, shape or must_call
+
+
+def _template(given: Mapping[str, Any], messages: tuple[dict[str, Any], ...], model: ModelFacts) -> dict[str, Any]:
+    """What the chat template is told beside the messages."""
+    continues = given.get("continue_final_message", False)
+    if continues and given.get("add_generation_prompt"):
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    if continues and not messages[-1]["content"].strip():
+        raise RequestError("the final message has no content to continue", param="continue_final_message")
+    kwargs = given.get("chat_template_kwargs", {})
+    for name, value in kwargs.items():
+        where = f"chat_template_kwargs.{name[:100]}"
+        if name not in model.options.template_kwargs:
+            raise RequestError(f"{where} is not allowed here (--chat-template-kwargs)", param=where)
+        if not isinstance(value, bool | int | float | str) or len(str(value)) > MAX_KWARG_CHARS:
+            raise fields.wrong(value, where, f"true, false, a number or a string of {MAX_KWARG_CHARS} characters")
+    return {
+        "template_kwargs": kwargs,
+        "add_generation_prompt": given.get("add_generation_prompt", not continues),
+        "continue_final_message": continues,
+    }

@@ -16,6 +16,8 @@ import uvicorn
 from pagedjax.core.errors import ConfigError
 from serving.app import MAX_BODY_BYTES, Service, create_app
 from serving.interfaces import Engine
+from serving.keys import KeySource
+from serving.options import ApiOptions
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ def serve(
     drain_timeout_s: float = 30.0,
     max_body_bytes: int = MAX_BODY_BYTES,
     trust_tenant_header: bool = False,
+    keys: KeySource = KeySource(),  # noqa: B008
+    options: ApiOptions = ApiOptions(),  # noqa: B008
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until a signal and returns the exit status: 0, 1 if the engine died, or 128 + the signal's number if it
@@ -44,7 +48,13 @@ def serve(
     """
     listener = bind(host, port)
     try:
-        app = create_app(make_engine(), max_body_bytes=max_body_bytes, trust_tenant_header=trust_tenant_header)
+        app = create_app(
+            make_engine(),
+            max_body_bytes=max_body_bytes,
+            trust_tenant_header=trust_tenant_header,
+            keys=keys,
+            options=options,
+        )
         server = DrainingServer(app, listener, drain_timeout_s, on_ready)
         return server.serve_until_signal()
     finally:

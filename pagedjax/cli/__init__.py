@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from pagedjax import __version__
@@ -18,6 +18,7 @@ from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine.huge_pages import restart_with_huge_pages
 
 DEFAULT_MODEL = "smollm2-135m"
+COST_MODELS = ("cpu-xla", "h200-like")
 COMPUTING = ("serve", "chat", "bench")  # commands that run a model in this process
 MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
 
@@ -30,6 +31,16 @@ class ServeOptions:
     port: int = option(8000, "http", "port to listen on; 0 takes a free one")
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
+    api_keys: str | None = option(
+        None, "http", "TOML file of API keys; with keys every route but /health needs one", "none"
+    )
+    lenient: bool = option(False, "http", "pass over unknown fields of requests instead of refusing them")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "json"] = option(
+        "auto", "http", "the form in which the model writes tool calls; auto goes by its chat template"
+    )
+    chat_template_kwargs: str = option(
+        "enable_thinking", "http", "names that requests may hand to the chat template, separated by commas"
+    )
     trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
 
@@ -93,7 +104,29 @@ def parser() -> argparse.ArgumentParser:
     _add_settings(chat, ChatOptions, f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     pull = _add_command(commands, "pull", "fetch a bundled model into the model cache and print its path", _pull)
     pull.add_argument("model", metavar="MODEL", help=f"a bundled name: {DEFAULT_MODEL}")
+    keys = _add_command(commands, "keys", "make an API key, and its entry for the file of --api-keys", _keys)
+    keys.add_argument("name", metavar="NAME", help="what logs call the key")
+    keys.add_argument("--tenant", metavar="TEXT", help="whose share pays for its requests (default: NAME)")
+    keys.add_argument("--role", choices=("user", "admin"), default="user", help="admin may drain, abort and see all")
     _add_command(commands, "bench", "measure throughput and latency (pagedjax bench --help says more)", _bench)
+    replay = _add_command(
+        commands, "replay", "run a recording (serve --record FILE) through the scheduler again", _replay
+    )
+    replay.add_argument("recording", metavar="FILE", help="what serve --record wrote")
+    replay.add_argument(
+        "--at", type=int, metavar="N", help="stop after N events and show the queues (default: the end)"
+    )
+    replay.add_argument("--html", metavar="FILE", help="draw the state there, with all its blocks")
+    replay.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="simulate the recorded requests with this setting of the scheduler changed too; may be repeated",
+    )
+    replay.add_argument(
+        "--cost", default="cpu-xla", choices=COST_MODELS, help="the simulated device (default: cpu-xla)"
+    )
     _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
     return top
 
@@ -150,10 +183,43 @@ def _serve(args: argparse.Namespace) -> int:
     options = ServeOptions(**flags.take(chosen, ServeOptions))
     config = _engine_config(chosen)
     from serving import server
+    from serving.options import ApiOptions, parse_names
 
     _log_at(options.log_level)
-    http = {name: value for name, value in asdict(options).items() if name != "log_level"}
-    return server.serve(lambda: _engine(config), on_ready=lambda url: print(f"Ready on {url}", flush=True), **http)
+    api = ApiOptions(
+        lenient=options.lenient,
+        tool_call_parser=options.tool_call_parser,
+        template_kwargs=parse_names(options.chat_template_kwargs),
+    )
+    return server.serve(
+        lambda: _engine(config),
+        host=options.host,
+        port=options.port,
+        drain_timeout_s=options.drain_timeout_s,
+        max_body_bytes=options.max_body_bytes,
+        trust_tenant_header=options.trust_tenant_header,
+        keys=_key_source(options.api_keys),
+        options=api,
+        on_ready=lambda url: print(f"Ready on {url}", flush=True),
+    )
+
+
+def _key_source(path: str | None) -> Any:
+    """The keys' file, and the keys in the environment."""
+    from serving.keys import KeySource
+
+    found = {"user": os.environ.get("PAGEDJAX_API_KEY"), "admin": os.environ.get("PAGEDJAX_ADMIN_API_KEY")}
+    return KeySource(path, tuple((role, key) for role, key in found.items() if key))
+
+
+def _keys(args: argparse.Namespace) -> None:
+    """A new key on standard output, and its entry for the file, which tells nothing of it, below."""
+    from serving import keys
+
+    key = keys.new_key()
+    print(f"# The key, shown only once: {key}")
+    print(f'[[keys]]\nname = "{args.name}"\nhash = "{keys.shown_hash(key)}"')
+    print(f'tenant = "{args.tenant or args.name}"\nrole = "{args.role}"')
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -196,6 +262,12 @@ def _log_at(level: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")
     for package in ("pagedjax", "serving", "pallas_kernels"):
         logging.getLogger(package).setLevel(level.upper())
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pagedjax.cli import replay
+
+    return replay.run(args.recording, at=args.at, html=args.html, what_if=args.what_if, cost=args.cost)
 
 
 def _pull(args: argparse.Namespace) -> None:

@@ -34,8 +34,8 @@ class SchedulerConfig:
     """Limits of the pure scheduler. Lengths are in tokens.
 
     `async_scheduling` plans one step ahead of the one that runs. A tier of 0 blocks is absent. `preemption_method` auto
-    swaps where moving a victim's blocks out and in again, `swap_us_per_block` each way, takes less time than computing
-    its tokens again, `recompute_us_per_token` each; both are measured.
+    swaps where moving a victim's blocks in again, `swap_us_per_block` each, takes less time than computing its tokens
+    again, `recompute_us_per_token` each; both are measured. (The way out hides behind the beneficiary's work.)
 
     Without `enable_preemption` a request is admitted once there is room for all its tokens. `preemption_mode`
     aggressive admits on the prompt and one block, and preempts for a better-ranked request at once; conservative admits

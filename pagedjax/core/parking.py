@@ -18,7 +18,6 @@ from pagedjax.core.tiers import (
     Tiers,
     Transfer,
     await_writes,
-    find_copy,
     forget_copies,
     give_copies,
     hold_copies,
@@ -37,7 +36,7 @@ def park(
         pool = give(pool, sequence.blocks, sequence.block_hashes)
         return pool, *_cancel_fetch(tiers, sequence.sequence_id, parked)
     names = names_of(sequence, config.block_size)
-    swaps = _pays_to_swap(pool, tiers, sequence, names, config)
+    swaps = _pays_to_swap(pool, tiers, sequence, config)
     # A block that others hold may get another name or be written by them, so it is found only by a name that they know.
     own = [(name, block_id) for name, block_id in zip(names, sequence.blocks) if pool.counts[block_id] == 1]
     pool = give(register(pool, own), sequence.blocks, names)
@@ -118,22 +117,24 @@ def phase_of(tiers: Tiers, sequence_id: int) -> Phase:
 
 
 def _num_kept(sequence: Sequence) -> int:
-    """Computed tokens that are of use to it later: the last one's logits are needed to sample the next."""
-    return min(sequence.num_computed, sequence.num_tokens - 1)
+    """Computed tokens that are of use to it later: the last one's logits are needed to sample the next, unless that
+    only awaits a choice."""
+    return min(sequence.num_computed, sequence.num_tokens - (not sequence.awaits_choice))
 
 
-def _pays_to_swap(
-    pool: BlockPool, tiers: Tiers, sequence: Sequence, names: tuple[bytes, ...], config: SchedulerConfig
-) -> bool:
-    """Swap or recompute. What others hold too is counted as there: it would be neither moved in nor computed again."""
+def _pays_to_swap(pool: BlockPool, tiers: Tiers, sequence: Sequence, config: SchedulerConfig) -> bool:
+    """Swap or recompute. What others hold too is counted as there: it would be neither moved in nor computed again.
+
+    The way out is not counted: the blocks are free once they are gathered, and the transfer hides behind what the
+    beneficiary computes.
+    """
     if tiers.are_absent or config.preemption_method == "recompute":
         return False
     if config.preemption_method == "swap":
         return True
     num_own = sum(pool.counts[block_id] == 1 for block_id in sequence.blocks)
-    num_dirty = sum(find_copy(tiers, name) is None for name in names)
     num_tokens = min(num_own * config.block_size, sequence.num_computed)
-    return config.swap_us_per_block * (num_dirty + num_own) < config.recompute_us_per_token * num_tokens
+    return config.swap_us_per_block * num_own < config.recompute_us_per_token * num_tokens
 
 
 def _swap_out(

@@ -14,9 +14,11 @@ from pagedjax.core.tenants import DEFAULT_TENANT
 ROOT_HASH = b"pagedjax"
 
 
-def root_hash(tenant: str) -> bytes:
-    """What a tenant's chains of names begin with: no tenant finds, or learns of, the prompts of another."""
-    return ROOT_HASH if tenant == DEFAULT_TENANT else sha256(ROOT_HASH + b" tenant " + tenant.encode()).digest()
+def root_hash(tenant: str, salt: str = "") -> bytes:
+    """What a tenant's chains of names begin with: no tenant finds, or learns of, the prompts of another. Nor does one
+    who gives another `salt`."""
+    root = ROOT_HASH if tenant == DEFAULT_TENANT else sha256(ROOT_HASH + b" tenant " + tenant.encode()).digest()
+    return sha256(root + b" salt " + salt.encode("utf-8", "surrogatepass")).digest() if salt else root
 
 
 def hash_block(parent: bytes, token_bytes: bytes) -> bytes:

@@ -9,6 +9,7 @@ A tenant is *backlogged* while it has somebody in line. Whoever becomes backlogg
 backlogged counter (the last tenant's to leave the line, if nobody is), so idle time earns no credit.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ WINDOW = 100_000
 MIN_SAMPLE = 1_000
 NUM_OUTPUTS, MIN_OUTPUTS, GUESSED_OUTPUT = 100, 20, 256
 MAX_TENANTS = 256
+
+_NAME = re.compile(r"[\w.:@/-]{1,64}", re.ASCII)
 
 Weights = tuple[tuple[str, int], ...]
 
@@ -52,6 +55,11 @@ class Tenants(NamedTuple):
     accounts: Map[str, Tenant] = Map()
     total: int = 0
     last_counter: int = 0
+
+
+def is_tenant_name(name: object) -> bool:
+    """Whether it is 1 to 64 letters, digits and _ . : @ / -"""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def account(tenants: Tenants, name: str) -> Tenant:

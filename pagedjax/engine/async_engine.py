@@ -13,6 +13,8 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import numpy as np
+
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.state import State
@@ -22,7 +24,7 @@ from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update
-from pagedjax.engine.submission import Submission
+from pagedjax.engine.submission import Pooling, Submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.weights.store import ProgressBar
 
@@ -44,6 +46,7 @@ class Stream:
         self.prompt_token_ids = request.prompt_token_ids
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.embedding: np.ndarray | None = None
         self._abort = abort
         self._num_unfinished = request.params.n
         self._deltas: deque[Delta] = deque()
@@ -83,6 +86,7 @@ class Stream:
         elif update.delta is not None:
             self.num_cached_tokens = update.num_cached_tokens
             self.prompt_logprobs = update.prompt_logprobs
+            self.embedding = update.embedding
             self._num_unfinished -= update.delta.finish_reason is not None
             self._deltas.append(update.delta)
         self._wake()
@@ -146,11 +150,23 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        preemptible: bool = True,
+        cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         engine = self._ready_engine()
-        return engine.prepare(prompt, params, request_id=request_id, priority=priority, tenant=tenant)
+        return engine.prepare(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            preemptible=preemptible,
+            cache_salt=cache_salt,
+            pooling=pooling,
+        )
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -175,8 +191,11 @@ class AsyncEngine:
         self._draining = True
 
     def is_ready(self) -> bool:
-        """Whether a new request would be taken."""
-        return self._engine is not None and not self._draining and self._failure is None
+        """Whether a new request would be taken: not while it loads, drains, is broken, or its line is full."""
+        if self._engine is None or self._draining or self._failure is not None:
+            return False
+        waiting, limits = self._engine.state.waiting, self._engine.state.config
+        return len(waiting) < limits.max_queued_requests and waiting.num_tokens < limits.max_queued_tokens
 
     def is_alive(self) -> bool:
         """Whether the step loop lives, and steps advance while there is work."""

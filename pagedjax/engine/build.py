@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
@@ -13,6 +14,7 @@ from pagedjax.core.plan import Tier
 from pagedjax.engine.config import EngineConfig, resolve
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.quantisation import WeightChoice, choose_layout
+from pagedjax.engine.record import Recorder
 from pagedjax.engine.tokenizer import load_tokenizer
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import kv_cache
@@ -62,7 +64,8 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
         logger.info("event=measured %s", " ".join(f"{name}={value}" for name, value in costs._asdict().items()))
         scheduler = replace(scheduler, **costs._asdict())
     spare_collections()
-    return Engine(config, scheduler, runner, tokenizer)
+    recorder = None if config.record is None else Recorder(Path(config.record), scheduler)
+    return Engine(config, scheduler, runner, tokenizer, recorder=recorder)
 
 
 def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBackend:

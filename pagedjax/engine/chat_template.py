@@ -32,6 +32,11 @@ class ChatTemplate:
         self._sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def text(self) -> str:
+        """The source of all templates together."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

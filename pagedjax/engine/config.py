@@ -77,6 +77,7 @@ class EngineConfig:
 
     attention_backend: str | None = _option(None, "device", "name of the attention backend; see pagedjax info")
     compilation_cache_dir: str | None = _option(None, "device", "where compiled programs are kept between starts")
+    record: str | None = _option(None, "device", "file to which every event of the scheduler goes; see pagedjax replay")
 
     def __post_init__(self) -> None:
         _ = self.runtime

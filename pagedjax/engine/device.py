@@ -7,10 +7,12 @@ is kept until the step's turn comes, so that the steps before it bring what they
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from pagedjax.core.plan import StepPlan
-from pagedjax.core.state import CopyBlocks, Discard, Effect, Fetch, RunStep, StepFailed, SwapOut, TransferDone
+from pagedjax.core.state import CopyBlocks, Discard, Effect, Fetch, StepFailed, SwapOut, TransferDone
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import EngineError
 from pagedjax.runtime.results import StepHandle, StepResult
@@ -29,6 +31,7 @@ class Device:
         self._runner, self._metrics, self._now_us = runner, metrics, now_us
         self._in_flight: deque[tuple[StepPlan, StepHandle | Exception]] = deque()
         self._lost: Exception | None = None
+        self._is_deferred = False
         self._num_failures = 0
 
     @property
@@ -36,13 +39,35 @@ class Device:
         """Steps that were started, or tried to, and have not been collected."""
         return len(self._in_flight)
 
+    @property
+    def deferred(self) -> StepPlan | None:
+        """The newest step, while its sampling is still to be started with `sample`."""
+        return self._in_flight[-1][0] if self._is_deferred else None
+
+    def start(self, plan: StepPlan, *, defers_sampling: bool = False) -> None:
+        """Start a step, or its forward pass alone. Raises nothing that the device raises."""
+        started = time.perf_counter()
+        handle = self._start(plan, defers_sampling)
+        self._in_flight.append((plan, handle))
+        self._is_deferred = defers_sampling and not isinstance(handle, Exception)
+        self._metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
+
+    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Start the sampling of the deferred step. `masks` are the rows that are not free, see `Runner.sample`."""
+        plan, handle = self._in_flight.pop()
+        assert self._is_deferred and not isinstance(handle, Exception)
+        self._is_deferred = False
+        started = time.perf_counter()
+        try:
+            handle = self._runner.sample(handle, masks)
+        except Exception as error:
+            self._lost = handle = error
+        self._in_flight.append((plan, handle))
+        self._metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
+
     def carry_out(self, effect: Effect) -> None:
         """Start what the effect asks of the device, if it asks anything. Raises nothing that the device raises."""
         match effect:
-            case RunStep(plan):
-                started = time.perf_counter()
-                self._in_flight.append((plan, self._start(plan)))
-                self._metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
             case CopyBlocks():
                 self._copy(effect)
             case SwapOut():
@@ -74,6 +99,7 @@ class Device:
         """
         plan = self._in_flight[0][0]
         self._in_flight.clear()
+        self._is_deferred = False
         self._lost = None
         self._num_failures += 1
         self._metrics.step_failures.inc()
@@ -98,10 +124,14 @@ class Device:
             events.append(TransferDone(ended.transfer_id, ended.ok, self._now_us()))
         return events
 
-    def _start(self, plan: StepPlan) -> StepHandle | Exception:
+    def _start(self, plan: StepPlan, defers_sampling: bool) -> StepHandle | Exception:
         if self._lost is None:
             try:
-                return self._runner.dispatch(plan)
+                return (
+                    self._runner.dispatch(plan, defers_sampling=True)
+                    if defers_sampling
+                    else self._runner.dispatch(plan)
+                )
             except Exception as error:
                 self._lost = error
         else:

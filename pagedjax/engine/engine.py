@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
-from pagedjax.core.prefix import root_hash
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.core.scheduler import init, refusal, update
 from pagedjax.core.state import (
@@ -30,13 +31,16 @@ from pagedjax.core.state import (
     SwapOut,
 )
 from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.engine.beams import Beams, make_beams
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.device import Device
+from pagedjax.engine.grammar import Grammars
 from pagedjax.engine.live import Group, Live, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
-from pagedjax.engine.submission import Submission, check_queue, seed_for, submission
+from pagedjax.engine.record import Recorder
+from pagedjax.engine.submission import Pooling, Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.runner import Runner
@@ -57,7 +61,9 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         now_us: Callable[[], int] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._update = update if recorder is None else recorder.watch(update)
         self.config = config
         self.runner = runner
         self.tokenizer = tokenizer
@@ -66,10 +72,13 @@ class Engine:
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
         self._groups: dict[str, Group] = {}
         self._live: dict[int, Live] = {}
+        self._grammars = Grammars(tokenizer)
+        self._num_structured = 0
         self._device = Device(runner, self.metrics, self._now_us)
         self._updates: list[Update] = []
         self._decided_us: dict[int, int] = {}
         self._switches_us: list[int] = []
+        self._heard: list[tuple[Group, Beams]] = []  # whose beams the step that is collected contains
         self._next_sequence_id = 0
         self._num_recompiles = runner.recompiles
 
@@ -86,9 +95,11 @@ class Engine:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         preemptible: bool = True,
+        cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> Submission:
         """Check and tokenise a request; safe on any thread. Raises RequestError."""
-        return submission(
+        request = submission(
             self.tokenizer,
             self.state.config,
             prompt,
@@ -97,7 +108,11 @@ class Engine:
             priority=priority,
             tenant=tenant,
             preemptible=preemptible,
+            cache_salt=cache_salt,
+            pooling=pooling,
         )
+        wish = request.params.structured_outputs
+        return request if wish is None else request._replace(grammar=self._grammars.compile(wish))
 
     def check(self, requests: Sequence[Submission]) -> None:
         """Raise RequestError if one of the requests would be refused as things are, or all together for ever.
@@ -120,7 +135,8 @@ class Engine:
             group.candidates = [CompletionOutput(i, logprobs=[]) for i in range(request.params.num_samples)]
         self._groups[request.request_id] = group
         try:
-            for index in range(request.params.num_samples):
+            # Beams come of one sequence.
+            for index in range(1 if request.params.beam_width else request.params.num_samples):
                 self._add_sequence(group, index)
         except RequestError:
             self.abort(request.request_id)
@@ -182,9 +198,14 @@ class Engine:
         plan = self.state.in_flight[0]
         now_us = self._now_us()
         results = tuple([self._take_row(row, result, place, now_us) for place, row in enumerate(plan.rows)])
-        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in results]))
+        chosen = self._choose_beams(now_us) if self._heard else {}
+        if chosen:
+            results = tuple([chosen.pop(row.sequence_id, row) for row in results])
+        choices = tuple(chosen.values())
+        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in (*results, *choices)]))
+        self._sample_deferred()
         processed = time.perf_counter()
-        self._send(StepDone(plan.plan_id, results, self._now_us()))
+        self._send(StepDone(plan.plan_id, results, self._now_us(), choices))
         self._count_step(plan, wait=collected - started, process=processed - collected)
 
     def _start_over(self, error: Exception) -> None:
@@ -194,6 +215,8 @@ class Engine:
             if live.params.prompt_logprobs is not None and live.group.prompt_logprobs is not None:
                 # What the lost steps would have scored is to be scored again.
                 self.runner.tokens.get(live.sequence_id).num_scored = len(live.group.prompt_logprobs)
+            if live.group.submission.pooling is not None:
+                self.runner.tokens.get(live.sequence_id).num_pooled = live.num_pooled
         self._send(failed)
 
     def _end_transfers(self, timeout_s: float = 0.0) -> None:
@@ -201,7 +224,7 @@ class Engine:
             self._send(event)
 
     def _send(self, event: Event) -> None:
-        self.state, effects = update(self.state, event)
+        self.state, effects = self._update(self.state, event)
         if effects:
             self._carry_out(effects)
 
@@ -212,7 +235,9 @@ class Engine:
             match effect:
                 case RunStep(plan):
                     self._note_rows(plan)
-                    self._device.carry_out(effect)
+                    self._device.start(plan, defers_sampling=self._is_structured(plan))
+                    if self._device.num_in_flight == 1:
+                        self._sample_deferred()
                 case Preempt():
                     self.runner.release(effect.sequence_id)
                     self._note_preemption(effect)
@@ -231,6 +256,7 @@ class Engine:
 
     def _forget(self, live: Live, reason: FinishReason | None = None) -> None:
         group, request_id = live.group, live.request_id
+        self._num_structured -= live.grammar is not None
         if reason is FinishReason.ERROR and not live.ended:
             self.metrics.requests.labels("error").inc()
             error = EngineError("the device failed at each step that ran this request")
@@ -281,16 +307,17 @@ class Engine:
             self.metrics.prompt_tokens.inc(prompt_len)
 
     def _add_sequence(self, group: Group, index: int) -> None:
-        request, sequence_id = group.submission, self._next_sequence_id
-        self._next_sequence_id += 1
+        request, sequence_id = group.submission, self._new_sequence_id()
         params = request.params
         if index > 0 and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
         if group.candidates is not None and params.logprobs is None:
             params = replace(params, logprobs=0)  # they say which samples are the best
-        # Every prompt token must be computed to be scored, so such a sequence takes nothing from the prefix cache. Its
-        # forks share its blocks, and so have no names for them either.
-        is_named = request.params.prompt_logprobs is None
+        if params.beam_width is not None:
+            params = replace(params, logprobs=params.logprobs or 0, temperature=0.0)
+        # Every prompt token must be computed to be scored or averaged, so such a sequence takes nothing from the prefix
+        # cache. Its forks share its blocks, and so have no names for them either.
+        is_named = request.params.prompt_logprobs is None and request.pooling != "mean"
         hashes = request.block_hashes if is_named else ()
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         live = Live(
@@ -300,21 +327,30 @@ class Engine:
             params,
             eos | frozenset(params.stop_token_ids or ()),
             self._detokenizer(params),
-            (hashes[-1] if hashes else root_hash(request.tenant)) if is_named else None,
+            (hashes[-1] if hashes else request.root_hash) if is_named else None,
+            request.grammar and request.grammar.copy(),
         )
+        self._num_structured += live.grammar is not None
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
+        if params.beam_width is not None:
+            group.beams = make_beams(live, request.params, self.tokenizer)
         self.runner.tokens.add(
             sequence_id,
             request.prompt_token_ids,
             params,
             seed=seed_for(params, index, self.config.seed, sequence_id),
             stop_token_ids=live.stop_ids,
+            pooling=request.pooling,
         )
         self._live[sequence_id] = group.members[sequence_id] = live
         # No step comes between the arrivals of a request's sequences, so the first one is still there.
         fork_of = sequence_id - index if index > 0 else None
         self._send(Arrived(request.for_scheduler(sequence_id, fork_of), hashes, group.arrival_us))
+
+    def _new_sequence_id(self) -> int:
+        self._next_sequence_id += 1
+        return self._next_sequence_id - 1
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
         return Detokenizer(
@@ -332,13 +368,28 @@ class Engine:
             self.metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
         self._take_prompt_logprobs(live, result, place)
+        if place in result.pooled:
+            live.pooled += result.pooled[place]
+            live.num_pooled = row.start + row.length
         if not row.samples:
             return RowResult(row.sequence_id, 0)
+        if live.fault is not None:
+            return self._fail_row(live, live.fault)
         token_id = int(result.ids[place])
         if result.faulty[place]:
-            return self._fail_row(live)
+            self.metrics.faulty_rows.inc()
+            return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
+        if live.group.beams is not None:
+            assert result.logprobs is not None
+            live.group.beams.hear(row.sequence_id, result.logprobs, place)
+            self._heard.append((live.group, live.group.beams))
+            return RowResult(row.sequence_id, 0)
+        try:
+            pooling = live.group.submission.pooling
+            delta = self._delta(live, token_id, result, place) if pooling is None else self._pooled_delta(live)
+        except RequestError as error:
+            return self._fail_row(live, error)
         self.runner.tokens.append(row.sequence_id, token_id)
-        delta = self._delta(live, token_id, result, place)
         self._observe_token(live, now_us)
         self._give(live.group, delta)
         if delta.finish_reason is not None:
@@ -348,6 +399,34 @@ class Engine:
         named = new_hash(live, self.runner.tokens.get(row.sequence_id), self.state.config.block_size)
         return RowResult(row.sequence_id, 1, delta.finish_reason, named)
 
+    def _choose_beams(self, now_us: int) -> dict[int, RowResult]:
+        """What becomes of the beams of each group of which this step has brought the last."""
+        chosen: dict[int, RowResult] = {}
+        for group, beams in self._heard:
+            if not beams.have_all_been_heard():
+                continue
+            chosen |= beams.choose(self.runner.tokens, self._new_sequence_id, self.state.config.block_size)
+            for sequence_id, beam in beams.beams.items():
+                self._live[sequence_id] = group.members[sequence_id] = beam.live
+            if not beams.beams:
+                self._end_beams(group, beams, now_us)
+        self._heard.clear()
+        return chosen
+
+    def _end_beams(self, group: Group, beams: Beams, now_us: int) -> None:
+        try:
+            deltas = beams.deltas()
+        except EngineError as error:
+            self.metrics.requests.labels("error").inc()
+            self._updates.append(Update(group.submission.request_id, None, error=error))
+            return
+        self.metrics.ttft.observe((now_us - group.arrival_us) / 1e6)
+        self.metrics.e2e.observe((now_us - group.arrival_us) / 1e6)
+        for delta in deltas:
+            self.metrics.requests.labels(delta.finish_reason).inc()
+            update = Update(group.submission.request_id, delta, group.num_cached_tokens or 0, group.prompt_logprobs)
+            self._updates.append(update)
+
     def _give(self, group: Group, delta: Delta) -> None:
         """Tell the caller; where only the best samples come out, once all have ended."""
         deltas, request = [delta], group.submission
@@ -356,8 +435,22 @@ class Engine:
             have_ended = all(candidate.finished for candidate in group.candidates)
             deltas = best_of(group.candidates, request.params) if have_ended else []
         for each in deltas:
-            update = Update(request.request_id, each, group.num_cached_tokens or 0, group.prompt_logprobs)
+            update = Update(
+                request.request_id,
+                each,
+                group.num_cached_tokens or 0,
+                group.prompt_logprobs,
+                embedding=group.embedding,
+            )
             self._updates.append(update)
+
+    def _pooled_delta(self, live: Live) -> Delta:
+        """The end of a sequence whose hidden states were wanted: they go to its group, and no token comes out."""
+        group = live.group
+        num_averaged = len(group.submission.prompt_token_ids) if group.submission.pooling == "mean" else 1
+        group.embedding = np.asarray(live.pooled, np.float32) / num_averaged
+        live.num_sampled += 1
+        return Delta(live.index, "", (), finish_reason=FinishReason.STOP.value)
 
     def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
         """The token as text and log-probabilities, and whether the sequence ends with it."""
@@ -378,14 +471,41 @@ class Engine:
     def _logprobs(self, scores: Scores, i: int, num_top: int) -> TokenLogprobs:
         return token_logprobs(self.tokenizer, scores.ids[i], scores.logprobs[i], scores.ranks[i], num_top)
 
-    def _fail_row(self, live: Live) -> RowResult:
-        """The logits were not finite: end this request, and only this one."""
-        self.metrics.faulty_rows.inc()
+    def _fail_row(self, live: Live, error: Exception) -> RowResult:
+        """End this request, and only this one."""
         self.metrics.requests.labels("error").inc()
-        error = EngineError("the model gave logits that are not finite for this request")
         self._updates.append(Update(live.request_id, None, error=error))
         live.ended = True
         return RowResult(live.sequence_id, 0, FinishReason.ABORT)
+
+    def _is_structured(self, plan: StepPlan) -> bool:
+        """Whether a row samples within a grammar, so that the step's sampling must wait for the tokens before it."""
+        if not self._num_structured:
+            return False
+        return any(row.samples and self._live[row.sequence_id].grammar is not None for row in plan.rows)
+
+    def _sample_deferred(self) -> None:
+        """Sample the step whose forward pass runs, now that the tokens before it are known."""
+        plan = self._device.deferred
+        if plan is None:
+            return
+        started = time.perf_counter()
+        masks = {place: mask for place, row in enumerate(plan.rows) if (mask := self._mask(row)) is not None}
+        self.metrics.step_time.labels("mask").inc(time.perf_counter() - started)
+        self._device.sample(masks)
+
+    def _mask(self, row: Row) -> np.ndarray | None:
+        """The tokens that a row's grammar allows, int32 [1, words], if it has one; a fault ends its request alone."""
+        live = self._live[row.sequence_id]
+        if live.grammar is None or live.ended or not row.samples:
+            return None
+        mask = np.empty((1, self._grammars.num_words), np.int32)
+        try:
+            live.grammar.fill(mask)
+        except RequestError as error:
+            live.fault = error
+            return None
+        return mask
 
     def _observe_token(self, live: Live, now_us: int) -> None:
         if live.num_sampled == 1:

@@ -1,19 +1,26 @@
 """What the engine remembers of sequences that have not finished, beside their tokens."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pagedjax.core.prefix import hash_block
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.engine.detokenizer import Detokenizer
+from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.outputs import TokenLogprobs
 from pagedjax.engine.submission import Submission
 from pagedjax.runtime.tokens import SequenceTokens
+
+if TYPE_CHECKING:
+    from pagedjax.engine.beams import Beams
 
 
 @dataclass(slots=True)
 class Group:
     """A request: its sequences. `prompt_logprobs` begins with None, for the token that nothing precedes. `candidates`
-    are its samples so far, where only the best are to come out."""
+    are its samples so far, where only the best are to come out, `beams` its beams, where it has some."""
 
     submission: Submission
     arrival_us: int
@@ -21,12 +28,16 @@ class Group:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     candidates: list[CompletionOutput] | None = None
+    beams: "Beams | None" = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass(slots=True)
 class Live:
     """One sequence. `last_hash` names its last full block; None if its blocks have no names. It has `started` with its
-    first row, and `is_running` unless it is in line, for the first time or again."""
+    first row, and `is_running` unless it is in line, for the first time or again. `grammar` is where its output is in
+    the structure that it must have, if any; `fault` is why it cannot go on, until its next row is done. `pooled` sums
+    the hidden states of the first `num_pooled` tokens, where they are wanted."""
 
     sequence_id: int
     index: int
@@ -35,11 +46,15 @@ class Live:
     stop_ids: frozenset[int]
     detokenizer: Detokenizer
     last_hash: bytes | None
+    grammar: GrammarState | None = None
     num_sampled: int = 0
     last_token_us: int = 0
     started: bool = False
     is_running: bool = False
     ended: bool = False
+    fault: Exception | None = None
+    pooled: np.ndarray | float = 0.0
+    num_pooled: int = 0
 
     @property
     def request_id(self) -> str:
@@ -47,7 +62,9 @@ class Live:
 
 
 def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
-    """Count a sampled token: the text that is now certain, why the sequence ends with it, and what stopped it."""
+    """Count a sampled token: the text that is now certain, why the sequence ends with it, and what stopped it.
+
+    Raises RequestError when its grammar cannot go on."""
     params, finish = live.params, None
     reason: int | str | None = None
     live.num_sampled += 1
@@ -60,6 +77,8 @@ def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str
         finish, reason = FinishReason.STOP, live.detokenizer.stopped
     elif live.num_sampled == params.max_tokens:
         finish = FinishReason.LENGTH
+    if finish is not FinishReason.STOP and live.grammar is not None and live.grammar.accept(token_id):
+        finish = FinishReason.STOP
     if finish is not None:
         text += live.detokenizer.finish()
     return text, finish, reason

@@ -3,11 +3,10 @@
 Pure and safe on any thread, so that tokenising and hashing stay off the step loop.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,14 +14,16 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.prefix import ROOT_HASH, hash_block, root_hash
 from pagedjax.core.request import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
-from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.core.tenants import DEFAULT_TENANT, is_tenant_name
+from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.tokenizer import Tokenizer
 
-_TENANT = re.compile(r"[\w.:@/-]{1,64}", re.ASCII)
+Pooling = Literal["last", "mean"]
 
 
 class Submission(NamedTuple):
-    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks."""
+    """One request, checked and tokenised. `params.max_tokens` is set; `block_hashes` names the prompt's full blocks;
+    `grammar` is where structured output begins. With `pooling` the prompt's hidden states are wanted, and no text."""
 
     request_id: str
     prompt: str | None
@@ -32,6 +33,14 @@ class Submission(NamedTuple):
     block_hashes: tuple[bytes, ...]
     tenant: str = DEFAULT_TENANT
     preemptible: bool = True
+    cache_salt: str = ""
+    grammar: GrammarState | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def root_hash(self) -> bytes:
+        """What the names of its blocks begin with."""
+        return root_hash(self.tenant, self.cache_salt)
 
     def for_scheduler(self, sequence_id: int, fork_of: int | None = None) -> Request:
         """The part that the scheduler sees of one sequence: of the first, or of another that shares its blocks."""
@@ -41,6 +50,7 @@ class Submission(NamedTuple):
             self.params.max_tokens or 1,
             self.priority,
             fork_of,
+            needs_confirmation=self.params.beam_width is not None,
             tenant=self.tenant,
             preemptible=self.preemptible,
         )
@@ -56,6 +66,8 @@ def submission(
     priority: int = 0,
     tenant: str = DEFAULT_TENANT,
     preemptible: bool = True,
+    cache_salt: str = "",
+    pooling: Pooling | None = None,
 ) -> Submission:
     """Check and tokenise one request.
 
@@ -65,8 +77,10 @@ def submission(
     """
     if isinstance(priority, bool) or not isinstance(priority, int) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
-    if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
+    if not is_tenant_name(tenant):
         raise RequestError("tenant must be a name of 1 to 64 letters, digits and _ . : @ / -", param="tenant")
+    if params.beam_width is not None and not preemptible:
+        raise RequestError("preemptible false cannot be combined with beam search", param="preemptible")
     if isinstance(prompt, str):
         token_ids, text = tokenizer.encode(prompt, max_len=config.max_model_len), prompt
     else:
@@ -78,9 +92,11 @@ def submission(
         prompt_token_ids=token_ids,
         params=params,
         priority=priority,
-        block_hashes=hash_blocks(token_ids, config.block_size, root_hash(tenant)),
+        block_hashes=hash_blocks(token_ids, config.block_size, root_hash(tenant, cache_salt)),
         tenant=tenant,
         preemptible=preemptible,
+        cache_salt=cache_salt,
+        pooling=pooling,
     )
     return request if params.max_tokens is not None else within_room(request, config)
 

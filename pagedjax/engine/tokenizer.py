@@ -100,6 +100,11 @@ class Tokenizer:
                 "to different models; give --model a checkpoint with its own tokenizer"
             )
 
+    @property
+    def chat_template_text(self) -> str:
+        """The template's own source, to see what it knows; empty for a model without one."""
+        return "" if self._chat_template is None else self._chat_template.text
+
     def apply_chat_template(
         self,
         messages: Sequence[dict[str, Any]],

@@ -9,7 +9,7 @@ from flax import nnx
 from pagedjax.models import rope
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.layers import Linear, RMSNorm
-from pagedjax.models.stack import Heads, Mix
+from pagedjax.models.stack import Mix
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
 
 
@@ -23,11 +23,10 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(config.hidden_size, num_out, bias=bias, dtype=dtype)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=bias, dtype=dtype)
 
-    def heads(self, x: jax.Array, *, norm: RMSNorm) -> Heads:
-        """norm(x), x [tokens, hidden]: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x, norm=norm).reshape(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    def heads(self, x: jax.Array, *, norm: RMSNorm) -> jax.Array:
+        """norm(x), x [tokens, hidden]: q, k and v side by side, [tokens, heads + 2 kv_heads, head_dim]."""
+        num_heads = self.num_heads + 2 * self.num_kv_heads
+        return self.qkv_proj(x, norm=norm).reshape(x.shape[0], num_heads, self.head_dim)
 
     def merge(self, attended: jax.Array, *, residual: jax.Array) -> jax.Array:
         """attended [tokens, heads, head_dim]: residual plus its projection, [tokens, hidden]."""
@@ -41,10 +40,13 @@ def mixer(backend: AttentionBackend, config: ModelConfig, positions: jax.Array, 
     # Numpy's own arrays can't be indexed by traced values.
     ragged = Ragged(*map(jnp.asarray, ragged))
 
-    def mix(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: KVBlocks, layer: int | jax.Array
-    ) -> tuple[jax.Array, KVBlocks]:
+    scale = config.head_dim**-0.5
+
+    def mix(qkv: jax.Array, cache: KVBlocks, layer: int | jax.Array) -> tuple[jax.Array, KVBlocks]:
+        if backend.attend_turned is not None:
+            return backend.attend_turned(qkv, turns, cache, ragged, scale=scale, layer=layer)
+        q, k, v = jnp.split(qkv, (config.num_heads, config.num_heads + config.num_kv_heads), axis=1)
         q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
-        return backend.attend(q, k, v, cache, ragged, scale=config.head_dim**-0.5, layer=layer)
+        return backend.attend(q, k, v, cache, ragged, scale=scale, layer=layer)
 
     return mix

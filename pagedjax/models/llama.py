@@ -16,7 +16,7 @@ from pagedjax.models.attention import Attention, mixer
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.fill import Pack, Part, fill
 from pagedjax.models.layers import Embedding, Linear, RMSNorm, SwiGLU
-from pagedjax.models.stack import Heads, run_layers
+from pagedjax.models.stack import run_layers
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
 
 
@@ -29,7 +29,7 @@ class LlamaLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
 
-    def before(self, x: jax.Array) -> Heads:
+    def before(self, x: jax.Array) -> jax.Array:
         return self.self_attn.heads(x, norm=self.input_layernorm)
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -59,7 +59,8 @@ class LlamaForCausalLM(nnx.Module):
         Raises ValueError unless there is one cache of all layers or one a layer.
         """
         mix = mixer(self.backend, self.config, positions, ragged)
-        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=self.backend.prefers_loop)
+        loop = self.backend.prefers_loop and len(token_ids) > 1  # for one token the switches cost a twentieth
+        x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=loop)
         return self.norm(x), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -16,20 +16,18 @@ from jax import lax
 from pagedjax.models.config import ModelConfig
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks
 
-Heads = tuple[jax.Array, jax.Array, jax.Array]
-
 
 class DecoderLayer(Protocol):
     """What lies around a layer's attention. All layers of a stack have the same shapes."""
 
-    def before(self, x: jax.Array) -> Heads:
-        """x [tokens, hidden]: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], not yet rotated."""
+    def before(self, x: jax.Array) -> jax.Array:
+        """x [tokens, hidden]: q, k and v, not yet rotated, in one array [tokens, heads + 2 kv_heads, head_dim]."""
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """x and attended [tokens, heads, head_dim]: the layer's output [tokens, hidden]."""
 
 
-# (q, k, v, cache, layer) -> (attended [tokens, heads, head_dim], cache)
+# (qkv, cache, layer) -> (attended [tokens, heads, head_dim], cache)
 Mix = Callable[..., tuple[jax.Array, KVBlocks]]
 
 
@@ -52,7 +50,7 @@ def run_layers(
         return x, (cache,)
     new = []
     for layer, cache in zip(layers, caches, strict=True):
-        attended, cache = mix(*layer.before(x), cache, 0)
+        attended, cache = mix(layer.before(x), cache, 0)
         x = layer.after(x, attended)
         new.append(cache)
     return x, tuple(new)
@@ -60,7 +58,7 @@ def run_layers(
 
 def _joined(layers: Sequence[DecoderLayer], x: jax.Array, cache: KVBlocks, mix: Mix) -> tuple[jax.Array, KVBlocks]:
     for i, layer in enumerate(layers):
-        attended, cache = mix(*layer.before(x), cache, i)
+        attended, cache = mix(layer.before(x), cache, i)
         x = layer.after(x, attended)
     return x, cache
 
@@ -70,7 +68,7 @@ def _looped(layers: Sequence[DecoderLayer], x: jax.Array, cache: KVBlocks, mix: 
 
     def step(i: jax.Array, carry: tuple[jax.Array, KVBlocks]) -> tuple[jax.Array, KVBlocks]:
         x, cache = carry
-        attended, cache = mix(*lax.switch(i, before, x), cache, i)
+        attended, cache = mix(lax.switch(i, before, x), cache, i)
         return lax.switch(i, after, x, attended), cache
 
     return lax.fori_loop(0, len(layers), step, (x, cache))

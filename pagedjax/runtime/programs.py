@@ -159,6 +159,8 @@ def _row_jobs(parts: ModelParts, sizes: _Sizes) -> Iterator[Job]:
         yield Job("greedy", size, jax.jit(sampler.greedy), (logits, last_ids, fields))
         yield Job("score", size, jax.jit(sampler.score), (logits, _ints(size)))
         yield Job("adjust", size, jax.jit(sampler.adjust), (logits, sizes.penalties, fields, *bias))
+        words = _ints(size, sampler.num_mask_words(sizes.vocab))
+        yield Job("restrict", size, jax.jit(sampler.restrict), (logits, words))
         yield Job("head", size, head, (leaves, sizes.hidden(num_picked)))
 
 
@@ -166,6 +168,8 @@ def _small_jobs(sizes: _Sizes) -> Iterator[Job]:
     num_picked, state = sizes.shapes.num_picked, sizes.penalties
     for size in sizes.shapes.token_sizes:
         yield Job("pick", size, jax.jit(_pick), (sizes.hidden(size), _ints(num_picked)))
+        add = _jitted(f"add_rows_{size}", partial(_add_rows, sizes.shapes.num_rows(size)))
+        yield Job("add_rows", size, add, (sizes.hidden(size), _ints(size)))
     count = jax.jit(sampler.count_sampled, donate_argnums=0)
     yield Job("uniforms", num_picked, jax.jit(sampler.uniforms), (_ints(num_picked, sampler.NUM_FIELDS),))
     yield Job("count", num_picked, count, (state, sizes.last_ids, _ints(num_picked)))
@@ -196,6 +200,11 @@ def _head(parts: ModelParts, size: int, leaves: Leaves, picked: jax.Array) -> ja
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
     return hidden[index]
+
+
+def _add_rows(num_rows: int, hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    """The sum [num_rows, H] of each row's hidden states [T, H], float32. `rows` [T] past the last count nowhere."""
+    return jnp.zeros((num_rows, hidden.shape[1]), jnp.float32).at[rows].add(hidden.astype(jnp.float32), mode="drop")
 
 
 def _jitted(name: str, function: Any, donate: int | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,8 @@ class StepResult:
     `faulty` [rows]: its logits were not finite, and only that sequence is lost.
 
     `logprobs` is there when a sampling row asks (rows that do not sample hold -1 and 0), under the model's raw
-    distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts.
+    distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts,
+    `pooled` to hidden states [hidden], float32: the last token's where it samples, or the sum over the row's tokens.
     """
 
     plan_id: int
@@ -33,6 +35,16 @@ class StepResult:
     faulty: np.ndarray
     logprobs: Scores | None
     prompt_logprobs: Mapping[int, PromptScores]
+    pooled: Mapping[int, np.ndarray] = MappingProxyType({})
+
+
+class PooledRow(NamedTuple):
+    """A row whose hidden states are wanted: those of its last token, or the sum over its new ones, are
+    `values[index]`."""
+
+    row: int
+    values: jax.Array
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,7 @@ class StepHandle:
     ids: jax.Array | None
     scores: jax.Array | None
     prompt_scores: tuple[jax.Array, ...]
+    pooled: tuple[PooledRow, ...] = ()
 
 
 def bring(handle: StepHandle) -> StepResult:
@@ -57,7 +70,11 @@ def bring(handle: StepHandle) -> StepResult:
     else:
         ids[rows] = np.asarray(handle.ids)[: len(rows)]
         faulty[rows] = ids[rows] == FAULTY
-    return StepResult(handle.plan_id, ids, faulty, _row_scores(handle, ids), _prompt_scores(handle))
+    return StepResult(handle.plan_id, ids, faulty, _row_scores(handle, ids), _prompt_scores(handle), _pooled(handle))
+
+
+def _pooled(handle: StepHandle) -> dict[int, np.ndarray]:
+    return {one.row: np.asarray(one.values)[one.index].astype(np.float32) for one in handle.pooled}
 
 
 def _row_scores(handle: StepHandle, ids: np.ndarray) -> Scores | None:

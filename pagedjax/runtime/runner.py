@@ -9,6 +9,7 @@ that leave it or return do so through staging arrays (`copies`, `swap`).
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from pagedjax.runtime import compiles, copies, kv_cache, programs, sampler, swap
 from pagedjax.runtime.batch import DeviceBatch
 from pagedjax.runtime.config import RuntimeConfig, shapes_for
 from pagedjax.runtime.programs import Programs, Progress
-from pagedjax.runtime.results import StepHandle, StepResult, bring
+from pagedjax.runtime.results import PooledRow, StepHandle, StepResult, bring
 from pagedjax.runtime.slots import SlotTable
 from pagedjax.runtime.swap import Completion, Pool, Transfers
 from pagedjax.runtime.tokens import TokenTable
@@ -135,11 +136,12 @@ class Runner:
         """Addresses of the cache's buffers. Waits for the steps in flight; for tests and notebooks."""
         return kv_cache.pointers(self._caches)
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
+    def dispatch(self, plan: StepPlan, *, defers_sampling: bool = False) -> StepHandle:
         """Enqueue a step and return at once: its fetched blocks go into the cache, then its rows run. Plans must come
         in order.
 
-        Raises SchedulerError, before anything reaches the device, for a plan that cannot be right.
+        With `defers_sampling` only the forward pass runs; `sample` must follow before the next plan. Raises
+        SchedulerError, before anything reaches the device, for a plan that cannot be right.
         """
         fetched = [self._transfers.take(scatter.transfer_id) for scatter in plan.scatters]
         self._take_slots(plan)
@@ -148,9 +150,18 @@ class Runner:
         for scatter, pieces in zip(plan.scatters, fetched):
             self._caches = copies.scatter(self.programs, self._caches, pieces, scatter.pairs)
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
-        ids, scores = self._sample(batch, picked) if len(batch.sampling_rows) else (None, None)
+        samples = len(batch.sampling_rows) > 0 and not defers_sampling
+        ids, scores = self._sample(batch, picked) if samples else (None, None)
         prompt_scores = self._score_prompts(plan, batch, hidden)
-        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores)
+        pooled = self._pool(plan, batch, hidden, picked) if self.tokens.pooling_ids else ()
+        return StepHandle(plan.plan_id, len(plan.rows), batch, picked, ids, scores, prompt_scores, pooled)
+
+    def sample(self, handle: StepHandle, masks: Mapping[int, np.ndarray]) -> StepHandle:
+        """Enqueue the sampling of a step that was dispatched without. `masks` has for those of the plan's rows that may
+        not sample every token the bits of those they may, int32 [1, words], lowest first; what it has no bit for is
+        forbidden."""
+        ids, scores = self._sample(handle.batch, handle.picked, masks)
+        return replace(handle, ids=ids, scores=scores)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its ids to the host. Raises what the device raised."""
@@ -242,11 +253,15 @@ class Runner:
         if entry.params.logit_bias:
             self._biases[slot] = sampler.bias_entries(entry.params, vocab_size)
 
-    def _sample(self, batch: DeviceBatch, picked: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def _sample(
+        self, batch: DeviceBatch, picked: jax.Array, masks: Mapping[int, np.ndarray] = MappingProxyType({})
+    ) -> tuple[jax.Array, jax.Array | None]:
         size, slots = batch.row_size, batch.sampling_slots
         logits = self.programs["head", size](self._parts.head_leaves, picked)
         is_adjusted = self._slots.is_adjusted[slots]
         adjusted = self._adjust(logits, batch) if is_adjusted.any() else logits
+        if masks:
+            adjusted = self.programs["restrict", size](adjusted, self._allowed(batch, masks))
         fields = batch.fields[:size]
         if self._slots.is_random[slots].any():
             uniform = self.programs["uniforms", len(batch.fields)](batch.fields)
@@ -258,6 +273,15 @@ class Runner:
             self._count(slots[is_adjusted], len(batch.fields))
         scores = self.programs["score", size](logits, ids) if self._slots.wants_logprobs[slots].any() else None
         return ids, scores
+
+    def _allowed(self, batch: DeviceBatch, masks: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The bits of all rows that sample: int32 [row_size, words]."""
+        allowed = np.full((batch.row_size, sampler.num_mask_words(self._config.vocab_size)), -1, np.int32)
+        for row, place in enumerate(batch.sampling_rows.tolist()):
+            if place in masks:
+                words = masks[place][0, : allowed.shape[1]]
+                allowed[row, : len(words)], allowed[row, len(words) :] = words, 0
+        return allowed
 
     def _adjust(self, logits: jax.Array, batch: DeviceBatch) -> jax.Array:
         ids = np.full((batch.row_size, sampler.MAX_LOGIT_BIAS), self._config.vocab_size, np.int32)
@@ -273,6 +297,25 @@ class Runner:
         padded = np.full(size, self._num_slots, np.int32)
         padded[: len(slots)] = slots
         self._penalties = self.programs["count", size](self._penalties, self._last_ids, padded)
+
+    def _pool(self, plan: StepPlan, batch: DeviceBatch, hidden: jax.Array, picked: jax.Array) -> tuple[PooledRow, ...]:
+        """What the rows give that want hidden states. Tokens that are computed again count once."""
+        found, nowhere = [], self.shapes.num_rows(batch.num_tokens)
+        row_of_token, start, adding = np.full(batch.num_tokens, nowhere, np.int32), 0, []
+        for place, row in enumerate(plan.rows):
+            entry = self.tokens.get(row.sequence_id)
+            if entry.pooling == "last" and row.samples:
+                found.append(PooledRow(place, picked, batch.sampling_rows.tolist().index(place)))
+            elif entry.pooling == "mean":
+                num_known = max(0, entry.num_pooled - row.start)
+                row_of_token[start + num_known : start + row.length] = place
+                entry.num_pooled = max(entry.num_pooled, row.start + row.length)
+                adding.append(place)
+            start += row.length
+        if adding:
+            sums = self.programs["add_rows", batch.num_tokens](hidden, row_of_token)
+            found += [PooledRow(place, sums, place) for place in adding]
+        return tuple(found)
 
     def _score_prompts(self, plan: StepPlan, batch: DeviceBatch, hidden: jax.Array) -> tuple[jax.Array, ...]:
         if not batch.prompt_scoring:

@@ -1,7 +1,7 @@
 """From logits to token ids, as small device programs over [rows, vocab]; rows are independent of each other.
 
 The order is vLLM's: logit_bias and min_tokens, repetition, frequency and presence penalties (`adjust`), then
-temperature, min_p, top_k, and top_p on what is left, renormalised (`sample`).
+what a grammar allows (`restrict`), temperature, min_p, top_k, and top_p on what is left, renormalised (`sample`).
 
 The thresholds are exact (`truncation`). The pick inverts the cumulative distribution in two levels, blocks and then
 one block's tokens.
@@ -106,6 +106,18 @@ def adjust(
     x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
     x = x - rows.frequency[:, None] * count.astype(jnp.float32)
     return x - jnp.where(count > 0, rows.presence[:, None], 0.0)
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that hold a bit for every token."""
+    return -(-vocab_size // 32)
+
+
+def restrict(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Logits [rows, vocab], -inf where the token's bit of `allowed` (int32 [rows, words], lowest first) is 0."""
+    words = lax.bitcast_convert_type(allowed, jnp.uint32)
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] != 0, logits, -jnp.inf)
 
 
 def count_sampled(state: jax.Array, last_ids: jax.Array, slots: jax.Array) -> jax.Array:

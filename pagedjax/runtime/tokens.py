@@ -1,7 +1,7 @@
 """Host-side token ids of every live sequence: the prompt, then the tokens accepted so far."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,8 @@ class SequenceTokens:
     """One sequence's ids and how to sample it. `ids[:length]` are known, the first `prompt_len` are the prompt.
 
     `num_scored` counts prompt tokens whose log-probabilities were already asked of the device, so that a prompt
-    computed again after a preemption is not scored again.
+    computed again after a preemption is not scored again. `pooling` says that hidden states are wanted, the "last" or
+    the "mean" of all, and `num_pooled` counts those already asked for.
     """
 
     ids: np.ndarray
@@ -26,6 +27,8 @@ class SequenceTokens:
     seed: int
     stop_token_ids: tuple[int, ...]
     num_scored: int = 1
+    pooling: str | None = None
+    num_pooled: int = 0
 
 
 class TokenTable:
@@ -33,6 +36,7 @@ class TokenTable:
 
     def __init__(self) -> None:
         self._sequences: dict[int, SequenceTokens] = {}
+        self.pooling_ids: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -48,6 +52,7 @@ class TokenTable:
         *,
         seed: int,
         stop_token_ids: Iterable[int] = (),
+        pooling: str | None = None,
     ) -> None:
         """Take in a sequence, whose prompt and parameters have been checked (`engine.submission`).
 
@@ -60,7 +65,17 @@ class TokenTable:
         ids = np.empty(prompt_len + _ROOM, np.int32)
         ids[:prompt_len] = prompt_ids
         stops = tuple(sorted(set(stop_token_ids)))
-        self._sequences[sequence_id] = SequenceTokens(ids, prompt_len, prompt_len, params, seed, stops)
+        entry = SequenceTokens(ids, prompt_len, prompt_len, params, seed, stops, pooling=pooling)
+        self._sequences[sequence_id] = entry
+        if pooling is not None:
+            self.pooling_ids.add(sequence_id)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Take in a sequence that goes on where its parent is now."""
+        parent = self.get(parent_id)
+        if child_id in self._sequences:
+            raise SchedulerError(f"sequence {child_id} is already in the token table")
+        self._sequences[child_id] = replace(parent, ids=parent.ids.copy())
 
     def append(self, sequence_id: int, token_id: int) -> None:
         """Add an accepted token."""
@@ -73,6 +88,7 @@ class TokenTable:
     def drop(self, sequence_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored, so that dropping twice is harmless."""
         self._sequences.pop(sequence_id, None)
+        self.pooling_ids.discard(sequence_id)
 
     def get(self, sequence_id: int) -> SequenceTokens:
         """The live entry. Raises SchedulerError when there is none."""

@@ -60,13 +60,13 @@ EVERYDAY = Mix(
 # So a call drives out the jobs' blocks, and jobs that come back drive out the prompt. At a slice of 50 ms, no more than
 # it takes to begin again, that happens so often that the device falls behind; at 150 ms calls come in groups.
 CROWDED = Mix(
-    about="thirteen calls a second with one long system prompt and an answer of one token, over jobs of 1,300 tokens "
+    about="eleven calls a second with one long system prompt and an answer of one token, over jobs of 1,300 tokens "
     "that answer with eight; memory for two jobs",
     traffic=(
-        Traffic(num_requests=260, rate=13, prefix_len=1800, prompt_median=20, output_median=1, priority=INTERACTIVE),
+        Traffic(num_requests=220, rate=11, prefix_len=1800, prompt_median=20, output_median=1, priority=INTERACTIVE),
         Traffic(
-            num_requests=300,
-            rate=15,
+            num_requests=340,
+            rate=17,
             prompt_median=1300,
             prompt_sigma=0.2,
             max_prompt_len=1950,

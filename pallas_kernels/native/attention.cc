@@ -26,6 +26,7 @@ size_t attention_scratch_bytes(const CacheShape& cache, int32_t num_queries) {
 
 namespace ffi = xla::ffi;
 using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
 
 namespace {
 
@@ -114,25 +115,30 @@ void write(const AttentionCall& call) {
   parallel_ranges(call.num_tokens, 2, 8, [&](int64_t begin, int64_t end) { write_kv(call, begin, end); });
 }
 
-ffi::Error ragged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer k_cache,
-                            ffi::AnyBuffer v_cache, Ints block_tables, Ints q_starts, Ints kv_lens, Ints slots,
+ffi::Error ragged_attention(ffi::AnyBuffer qkv, Floats cos, Floats sin, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, Ints block_tables, Ints q_starts, Ints kv_lens, Ints slots,
                             Ints layer, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k,
                             ffi::Result<ffi::AnyBuffer> new_v, int32_t block_size, float scale) {
   if (k_cache.untyped_data() != new_k->untyped_data() || v_cache.untyped_data() != new_v->untyped_data())
     return refuse("the cache must be updated in place, but XLA gave the new one memory of its own");
   Number given, stored;
-  if (!number_of(q.element_type(), &given) || !number_of(k_cache.element_type(), &stored))
+  if (!number_of(qkv.element_type(), &given) || !number_of(k_cache.element_type(), &stored))
     return refuse("numbers must be float32, bfloat16 or float16");
-  const auto q_shape = q.dimensions();
+  const auto shape = qkv.dimensions();
   AttentionCall call{};
-  call.cache = cache_shape(stored, k_cache.dimensions(), block_size, static_cast<int32_t>(q_shape[2]));
+  call.cache = cache_shape(stored, k_cache.dimensions(), block_size, static_cast<int32_t>(shape[2]));
   call.layer = *layer.typed_data();
-  call.num_tokens = static_cast<int32_t>(q_shape[0]);
-  call.num_heads = static_cast<int32_t>(q_shape[1]);
+  call.num_tokens = static_cast<int32_t>(shape[0]);
+  call.num_heads = static_cast<int32_t>(shape[1]) - 2 * call.cache.num_kv_heads;
   call.group = call.num_heads / call.cache.num_kv_heads;
   call.given = given;
   call.factor = scale * static_cast<float>(M_LOG2E);
-  call.q = q.untyped_data(), call.k = k.untyped_data(), call.v = v.untyped_data();
+  call.qkv = qkv.untyped_data();
+  if (cos.element_count() != 0) {
+    const size_t num_turns = static_cast<size_t>(shape[0]) * (shape[2] / 2);
+    if (shape[2] % 2 || cos.element_count() != num_turns || sin.element_count() != num_turns)
+      return refuse("cosines and sines must be [tokens, head_dim / 2]");
+    call.cos = cos.typed_data(), call.sin = sin.typed_data();
+  }
   call.out = out->untyped_data();
   call.k_cache = static_cast<char*>(new_k->untyped_data()), call.v_cache = static_cast<char*>(new_v->untyped_data());
   call.slots = slots.typed_data();
@@ -153,7 +159,7 @@ ffi::Error ragged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v
   const size_t scratch_bytes = attention_scratch_bytes(call.cache, plan.max_queries);
   run(call, plan.first, scratch_bytes);
   run(call, plan.second, scratch_bytes);
-  const size_t row_bytes = q.size_bytes() / std::max<int64_t>(call.num_tokens, 1);
+  const size_t row_bytes = out->size_bytes() / std::max<int64_t>(call.num_tokens, 1);
   const int32_t num_real = rows.q_starts[rows.num_rows];
   std::memset(static_cast<char*>(call.out) + num_real * row_bytes, 0, (call.num_tokens - num_real) * row_bytes);
   return ffi::Error::Success();
@@ -167,9 +173,9 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* pagedjax_ragged
 using Any = xla::ffi::AnyBuffer;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_ragged_attention, pagedjax::ragged_attention,
                               xla::ffi::Ffi::Bind()
-                                  .Arg<Any>()             // q
-                                  .Arg<Any>()             // k
-                                  .Arg<Any>()             // v
+                                  .Arg<Any>()               // q, k and v
+                                  .Arg<pagedjax::Floats>()  // cosines
+                                  .Arg<pagedjax::Floats>()  // sines
                                   .Arg<Any>()             // K of the cache
                                   .Arg<Any>()             // V of the cache
                                   .Arg<pagedjax::Ints>()  // block_tables

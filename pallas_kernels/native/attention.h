@@ -40,13 +40,30 @@ struct AttentionCall {
   int32_t layer, num_tokens, num_heads, group;
   Number given;             // how q, k, v and out are given
   float factor;             // of scores: the scale times log2(e), since weights are powers of two
-  const void *q, *k, *v;    // [tokens, heads or kv_heads, head_dim]
-  void* out;                // like q
+  const void* qkv;          // [tokens, heads + 2 kv_heads, head_dim]: q, then k, then v
+  const float *cos, *sin;   // [tokens, head_dim / 2] by which q and k are turned, or null
+  void* out;                // [tokens, heads, head_dim]
   char *k_cache, *v_cache;  // [num_blocks, num_layers, kv_heads, bytes]
   const int32_t* slots;     // [tokens]
   const int32_t* seen;      // [tokens] cached tokens that each attends to, itself included; 0 for padding
   float* states;            // where items leave states for others
 };
+
+// Where `head` of q, k and v taken together begins in `qkv`.
+static inline int64_t given_at(const AttentionCall& call, int64_t token, int32_t head) {
+  return (token * (call.num_heads + 2 * call.cache.num_kv_heads) + head) * call.cache.head_dim;
+}
+
+// Rotary position embedding (arXiv:2104.09864) in the form that pairs dimension i with i + head_dim / 2.
+static inline void turn(const AttentionCall& call, int64_t token, float* x) {
+  const int32_t half = call.cache.head_dim / 2;
+  const float *cos = call.cos + token * half, *sin = call.sin + token * half;
+  for (int32_t i = 0; i < half; ++i) {
+    const float first = x[i], second = x[i + half];
+    x[i] = first * cos[i] - second * sin[i];
+    x[i + half] = second * cos[i] + first * sin[i];
+  }
+}
 
 // A state is v_dim floats of output, then the peak and the total of the weights; padded to a cache line.
 constexpr int32_t kStateExtra = 16;

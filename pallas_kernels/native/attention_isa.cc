@@ -294,12 +294,6 @@ void pass_rows(const Passes<T>& p, int rows, int first, const int* seen, float* 
   if constexpr (M > 1) pass_rows<T, M - 1>(p, rows, first, seen, states);
 }
 
-// Where query `i` of the item begins in q and out.
-inline size_t query_at(const AttentionCall& call, const AttentionItem& item, int i) {
-  const size_t token = item.tokens[i / call.group], head = item.kv_head * call.group + i % call.group;
-  return (token * call.num_heads + head) * call.cache.head_dim;
-}
-
 inline float number(float x) { return x; }
 struct BFloat16Bits {
   uint16_t bits;
@@ -313,14 +307,21 @@ inline void set(float* to, float x) { *to = x; }
 inline void set(BFloat16Bits* to, float x) { to->bits = to_bfloat16(x); }
 inline void set(Float16Bits* to, float x) { to->bits = to_float16(x); }
 
+inline int token_of(const AttentionCall& call, const AttentionItem& item, int i) { return item.tokens[i / call.group]; }
+inline int head_of(const AttentionCall& call, const AttentionItem& item, int i) {
+  return item.kv_head * call.group + i % call.group;
+}
+
 template <class T, class Given>
 void take_given_queries(const AttentionCall& call, const AttentionItem& item, typename T::Operand* queries) {
   const CacheShape& c = call.cache;
+  float query[kQueryStride] = {};
   for (int i = 0; i < item.num_tokens * call.group; ++i) {
-    const Given* from = static_cast<const Given*>(call.q) + query_at(call, item, i);
-    typename T::Operand* to = queries + i * kQueryStride;
-    for (int d = 0; d < c.head_dim; ++d) to[d] = T::operand(number(from[d]));
-    for (int d = c.head_dim; d < c.k_dim; ++d) to[d] = 0;
+    const int token = token_of(call, item, i);
+    const Given* from = static_cast<const Given*>(call.qkv) + given_at(call, token, head_of(call, item, i));
+    for (int d = 0; d < c.head_dim; ++d) query[d] = number(from[d]);
+    if (call.cos != nullptr) turn(call, token, query);
+    for (int d = 0; d < c.k_dim; d += kLanes) put(queries + i * kQueryStride + d, load(query + d));
   }
 }
 
@@ -339,7 +340,8 @@ void write_given_out(const AttentionCall& call, const AttentionItem& item, const
   for (int i = 0; i < item.num_tokens * call.group; ++i) {
     const float* state = states + i * (c.v_dim + kStateExtra);
     const float share = 1.0f / state[c.v_dim + 1];
-    Given* to = static_cast<Given*>(call.out) + query_at(call, item, i);
+    const int64_t at = static_cast<int64_t>(token_of(call, item, i)) * call.num_heads + head_of(call, item, i);
+    Given* to = static_cast<Given*>(call.out) + at * c.head_dim;
     for (int d = 0; d < c.head_dim; ++d) set(to + d, state[d] * share);
   }
 }

@@ -25,14 +25,20 @@ struct Float16 {
   static constexpr int kPack = 1;
 };
 
-// Where dimensions of one token lie: groups of `pack` of them `stride` apart (K), or each `stride` apart (V). Padding is
-// written too: what lies there is multiplied by zero, and may not be NaN.
-template <class Given, class Stored, int pack>
-void write_head(const typename Given::Bits* from, int32_t head_dim, int32_t padded_dim, int64_t stride,
-                typename Stored::Bits* to) {
+constexpr int32_t kMaxHeadDim = 256;
+
+// Where dimensions of one token lie: groups of `pack` of them `stride` apart (K), or each `stride` apart (V). `from` has
+// zeros up to the padded dimension, which are written too: what lies there is multiplied by zero, and may not be NaN.
+template <class Stored, int pack>
+void write_head(const float* from, int32_t padded_dim, int64_t stride, typename Stored::Bits* to) {
   for (int32_t d = 0; d < padded_dim; d += pack, to += stride)
-    for (int32_t i = 0; i < pack; ++i)
-      to[i] = d + i < head_dim ? Stored::put(Given::get(from[d + i])) : typename Stored::Bits(0);
+    for (int32_t i = 0; i < pack; ++i) to[i] = Stored::put(from[d + i]);
+}
+
+template <class Given>
+void take_head(const AttentionCall& call, int64_t token, int32_t head, float* to) {
+  const auto* from = static_cast<const typename Given::Bits*>(call.qkv) + given_at(call, token, head);
+  for (int32_t d = 0; d < call.cache.head_dim; ++d) to[d] = Given::get(from[d]);
 }
 
 template <class Given, class Stored>
@@ -41,19 +47,20 @@ void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
   constexpr int pack = Stored::kPack;
   auto* k_cache = reinterpret_cast<typename Stored::Bits*>(call.k_cache);
   auto* v_cache = reinterpret_cast<typename Stored::Bits*>(call.v_cache);
+  float k[kMaxHeadDim] = {}, v[kMaxHeadDim] = {};
   for (int64_t token = begin; token < end; ++token) {
     if (call.slots[token] < 0) continue;
     int64_t block = call.slots[token] / c.block_size;
     int32_t offset = call.slots[token] % c.block_size, tile = offset / c.tile_tokens, lane = offset % c.tile_tokens;
     for (int32_t h = 0; h < c.num_kv_heads; ++h) {
       int64_t head = (block * c.num_layers + call.layer) * c.num_kv_heads + h;
-      int64_t from = (token * c.num_kv_heads + h) * c.head_dim;
-      auto* k = static_cast<const typename Given::Bits*>(call.k) + from;
-      auto* v = static_cast<const typename Given::Bits*>(call.v) + from;
+      take_head<Given>(call, token, call.num_heads + h, k);
+      take_head<Given>(call, token, call.num_heads + c.num_kv_heads + h, v);
+      if (call.cos != nullptr) turn(call, token, k);
       auto* k_at = k_cache + (head * c.block_size + tile * c.tile_tokens) * c.k_dim + lane * pack;
       auto* v_at = v_cache + (head * c.block_size + offset / pack * pack) * c.v_dim + offset % pack;
-      write_head<Given, Stored, pack>(k, c.head_dim, c.k_dim, c.tile_tokens * pack, k_at);
-      write_head<Given, Stored, 1>(v, c.head_dim, c.v_dim, pack, v_at);
+      write_head<Stored, pack>(k, c.k_dim, c.tile_tokens * pack, k_at);
+      write_head<Stored, 1>(v, c.v_dim, pack, v_at);
     }
   }
 }

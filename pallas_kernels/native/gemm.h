@@ -13,8 +13,8 @@
 //   bytes    each group of 32 inputs: 8 x 64 bytes, four inputs of 16 outputs each, stored as q + 128; then 16 scales.
 //            Value: scale * q.
 //
-// For nibbles and bytes, each row of x is quantised by groups of 32: to 8 bits, or, where `fine`, to 15 bits in two digits
-// of 8 (x / scale = 128 * high + low), which doubles the multiplications but not the traffic.
+// For nibbles and bytes, each row of x is quantised by groups of 32 to 8 bits. Where `fine`, the few groups that stand out
+// of their row, in which an outlier takes the bits of its neighbours, keep 8 bits more: a second product over these alone.
 #pragma once
 
 #include <stddef.h>
@@ -37,7 +37,7 @@ struct FloatArray {
 
 struct Gemm {
   Format format;
-  bool fine;   // finer quantised inputs
+  bool fine;   // groups of inputs that stand out are quantised finer
   bool gated;  // SwiGLU: num_results is half of num_outputs
   int64_t num_rows, num_inputs, num_outputs, num_results;
   const uint8_t* weight;

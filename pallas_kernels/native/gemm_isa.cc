@@ -2,6 +2,7 @@
 // are summed in registers over all inputs and finished (bias, SwiGLU, residual, rounding) from a small buffer. There is
 // no software prefetch: a block is one run of memory, and the hardware's was as fast at every distance tried.
 #include "gemm.h"
+#include "gemm_rows.h"
 #include "simd.h"
 
 namespace pagedjax {
@@ -10,138 +11,12 @@ namespace {
 
 // Rows x blocks of a tile: as many sums as there are registers, less those for weights and inputs.
 #if defined(PAGEDJAX_SIMD_AVX512)
-constexpr int kFloatRows = 6, kFloatBlocks = 4, kIntRows = 6, kIntBlocks = 2, kFineRows = 4;
+constexpr int kFloatRows = 6, kFloatBlocks = 4, kIntRows = 4, kIntBlocks = 3;
 #elif defined(PAGEDJAX_SIMD_AVX2)
-constexpr int kFloatRows = 4, kFloatBlocks = 1, kIntRows = 3, kIntBlocks = 1, kFineRows = 2;
+constexpr int kFloatRows = 4, kFloatBlocks = 1, kIntRows = 3, kIntBlocks = 1;
 #else
-constexpr int kFloatRows = 2, kFloatBlocks = 1, kIntRows = 2, kIntBlocks = 1, kFineRows = 1;
+constexpr int kFloatRows = 2, kFloatBlocks = 1, kIntRows = 2, kIntBlocks = 1;
 #endif
-
-// ---- one row of x, 32 inputs at a time ------------------------------------------------------------------------------
-
-struct Floats32 { Floats16 a, b; };
-
-PAGEDJAX_INLINE Floats32 load32(const FloatArray& array, int64_t offset) {
-  if (array.is_bf16) {
-    const uint16_t* p = (const uint16_t*)array.data + offset;
-    return {load_bf16(p), load_bf16(p + kLanes)};
-  }
-  const float* p = (const float*)array.data + offset;
-  return {load(p), load(p + kLanes)};
-}
-
-// The last `count` < 32 elements, then zeros.
-Floats32 load_last(const FloatArray& array, int64_t offset, int64_t count) {
-  alignas(64) uint8_t buffer[32 * sizeof(float)] = {};
-  size_t size = array.is_bf16 ? 2 : 4;
-  memcpy(buffer, (const uint8_t*)array.data + offset * size, count * size);
-  return load32({buffer, array.is_bf16}, 0);
-}
-
-PAGEDJAX_INLINE Floats32 load_inputs(const FloatArray& array, int64_t row_offset, int64_t k, int64_t num_inputs) {
-  return k + 32 <= num_inputs ? load32(array, row_offset + k) : load_last(array, row_offset + k, num_inputs - k);
-}
-
-// One row after the norm.
-struct Row {
-  const Gemm& gemm;
-  int64_t offset;
-  Floats16 inverse_rms;
-
-  Row(const Gemm& g, int64_t row) : gemm(g), offset(row * g.num_inputs), inverse_rms(set1(1.0f)) {
-    if (g.norm == nullptr) return;
-    Floats16 squares = set1(0.0f);
-    for (int64_t k = 0; k < g.num_inputs; k += 32) {
-      Floats32 x = load_inputs(g.x, offset, k, g.num_inputs);
-      squares = fma(x.a, x.a, fma(x.b, x.b, squares));
-    }
-    inverse_rms = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)g.num_inputs + g.eps));
-  }
-
-  PAGEDJAX_INLINE Floats32 at(int64_t k) const {
-    Floats32 x = load_inputs(gemm.x, offset, k, gemm.num_inputs);
-    if (gemm.norm == nullptr) return x;
-    Floats32 w = load_inputs({(void*)gemm.norm, false}, 0, k, gemm.num_inputs);
-    return {x.a * inverse_rms * w.a, x.b * inverse_rms * w.b};
-  }
-};
-
-// ---- prepared rows --------------------------------------------------------------------------------------------------
-
-PAGEDJAX_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// A quantised row: digits [num_inputs] int8 (where fine: high digits, then low ones), a scale a group, and a group's sum of
-// x, scaled for nibbles and as the start of the integer sums for bytes.
-struct QuantisedRow {
-  int8_t* high;
-  int8_t* low;
-  float* scales;
-  union {
-    float* sums;
-    int32_t* starts;
-  };
-
-  QuantisedRow(const Gemm& g, uint8_t* p) {
-    int64_t num_groups = g.num_inputs / kGroup;
-    scales = (float*)p;
-    sums = scales + num_groups;
-    high = (int8_t*)(sums + num_groups);
-    low = high + g.num_inputs;
-  }
-  static int64_t num_bytes(const Gemm& g) {
-    return g.num_inputs / kGroup * 2 * sizeof(float) + g.num_inputs * (g.fine ? 2 : 1);
-  }
-};
-
-size_t prepared_bytes(const Gemm& g) {
-  bool is_bf16 = g.format == Format::bf16;
-  int64_t bytes = is_bf16 ? round_up(g.num_inputs, 32) / 2 * (int64_t)sizeof(Pair) : QuantisedRow::num_bytes(g);
-  return (size_t)round_up(bytes, 64);
-}
-
-PAGEDJAX_INLINE void quantise_group(const QuantisedRow& to, int64_t group, Floats32 x, bool fine, Format format) {
-  float peak = largest(max(abs(x.a), abs(x.b)));
-  float steps = fine ? 127.0f * 128.0f : 127.0f;
-  float inverse = peak > 0.0f ? steps / peak : 0.0f;
-  // Comparisons pass over NaN, and a NaN must spoil its row: 0 * x is 0 unless x is not finite.
-  float scale = peak / steps + 0.0f * sum(x.a + x.b);
-  Ints16 a = round_to_int(x.a * set1(inverse)), b = round_to_int(x.b * set1(inverse));
-  int32_t total = sum(a + b);
-  int64_t k = group * kGroup;
-  if (fine) {
-    Ints16 half = set1_int(64);
-    Ints16 high_a = shift_right<7>(a + half), high_b = shift_right<7>(b + half);
-    store_int8(to.low + k, a - shift_left<7>(high_a));
-    store_int8(to.low + k + kLanes, b - shift_left<7>(high_b));
-    a = high_a, b = high_b;
-  }
-  store_int8(to.high + k, a);
-  store_int8(to.high + k + kLanes, b);
-  to.scales[group] = scale;
-  if (format == Format::nibbles) {
-    to.sums[group] = scale * (float)total;
-  } else {
-    to.starts[group] = dot_bytes_start(total);
-  }
-}
-
-void prepare(const Gemm& g, int64_t begin, int64_t end) {
-  size_t stride = prepared_bytes(g);
-  for (int64_t r = begin; r < end; ++r) {
-    Row row(g, r);
-    uint8_t* to = g.prepared + r * stride;
-    if (g.format == Format::bf16) {
-      for (int64_t k = 0; k < g.num_inputs; k += 32) {
-        Floats32 x = row.at(k);
-        store_pairs((Pair*)to + k / 2, x.a, x.b);
-      }
-    } else {
-      QuantisedRow quantised(g, to);
-      for (int64_t group = 0; group < g.num_inputs / kGroup; ++group)
-        quantise_group(quantised, group, row.at(group * kGroup), g.fine, g.format);
-    }
-  }
-}
 
 // ---- tiles: sums[row][block][16] ------------------------------------------------------------------------------------
 
@@ -164,33 +39,40 @@ void tile_bf16(const Gemm& g, int64_t row, int64_t block, float* sums) {
 }
 
 template <Format format>
-PAGEDJAX_INLINE Ints16 dot8(Ints16 sums, Bytes64 first, Bytes64 second, const int8_t* x) {
-  if constexpr (format == Format::nibbles) return dot_nibbles(dot_nibbles(sums, first, x), second, x + 4);
-  return dot_bytes(dot_bytes(sums, first, x), second, x + 4);
+PAGEDJAX_INLINE Ints16 dot4(Ints16 sums, Bytes64 w, const int8_t* x) {
+  if constexpr (format == Format::nibbles) return dot_nibbles(sums, w, x);
+  return dot_bytes(sums, w, x);
 }
 
-// Integer sums of one group of 32 inputs of one block with the digits of each row, from input k on. Both digits at once:
-// the weights are loaded and taken apart once.
-template <Format format, bool fine, int rows>
-PAGEDJAX_INLINE void dot_group(Ints16 (&sums)[rows], const uint8_t* w, const int8_t* const (&high)[rows],
-                               const int8_t* const (&low)[rows], int64_t k) {
-  Ints16 low_sums[rows];
-  for (int r = 0; r < rows; ++r) sums[r] = low_sums[r] = set1_int(0);
+// Integer sums of one group of 32 inputs, from input k on: each weight is loaded and taken apart once for all rows, each
+// input broadcast once for all blocks.
+template <Format format, int rows, int blocks>
+PAGEDJAX_INLINE void dot_group(Ints16 (&sums)[rows][blocks], const uint8_t* w, int64_t block_bytes,
+                               const int8_t* const (&x)[rows], int64_t k) {
   for (int j = 0; j < 4; ++j) {
-    Bytes64 first, second;
-    if constexpr (format == Format::nibbles) {
-      Bytes64 both = load_bytes(w + 64 * j);
-      first = low_nibbles(both), second = high_nibbles(both);
-    } else {
-      first = load_bytes(w + 128 * j), second = load_bytes(w + 128 * j + 64);
+    Bytes64 first[blocks], second[blocks];
+    for (int c = 0; c < blocks; ++c) {
+      const uint8_t* at = w + c * block_bytes;
+      if constexpr (format == Format::nibbles) {
+        Bytes64 both = load_bytes(at + 64 * j);
+        first[c] = low_nibbles(both), second[c] = high_nibbles(both);
+      } else {
+        first[c] = load_bytes(at + 128 * j), second[c] = load_bytes(at + 128 * j + 64);
+      }
     }
     for (int r = 0; r < rows; ++r) {
-      sums[r] = dot8<format>(sums[r], first, second, high[r] + k + 8 * j);
-      if constexpr (fine) low_sums[r] = dot8<format>(low_sums[r], first, second, low[r] + k + 8 * j);
+      const int8_t* at = x[r] + k + 8 * j;
+      for (int c = 0; c < blocks; ++c) sums[r][c] = dot4<format>(sums[r][c], first[c], at);
+      for (int c = 0; c < blocks; ++c) sums[r][c] = dot4<format>(sums[r][c], second[c], at + 4);
     }
   }
-  if constexpr (fine)
-    for (int r = 0; r < rows; ++r) sums[r] = shift_left<7>(sums[r]) + low_sums[r];
+}
+
+// Sums from the start: what bytes stored as q + 128 have to be relieved of.
+template <Format format, int rows, int blocks>
+PAGEDJAX_INLINE void start_sums(Ints16 (&sums)[rows][blocks], const int32_t* const (&starts)[rows], int64_t group) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < blocks; ++c) sums[r][c] = set1_int(format == Format::bytes ? starts[r][group] : 0);
 }
 
 template <Format format, bool fine, int rows, int blocks>
@@ -199,36 +81,48 @@ void tile_quantised(const Gemm& g, int64_t row, int64_t block, float* sums) {
   constexpr int kScales = format == Format::nibbles ? 256 : 512;
   int64_t num_groups = g.num_inputs / kGroup;
   size_t stride = prepared_bytes(g);
-  const int8_t* high[rows];
-  const int8_t* low[rows];
-  const float* scales[rows];
-  const float* offsets[rows];  // or int32, for bytes
+  const int8_t *high[rows], *low[rows];
+  const float *scales[rows], *x_sums[rows];
+  const int32_t *starts[rows], *low_starts[rows];
+  const uint8_t* is_outlier[rows];
   for (int r = 0; r < rows; ++r) {
     QuantisedRow x(g, g.prepared + (row + r) * stride);
-    high[r] = x.high, low[r] = x.low, scales[r] = x.scales, offsets[r] = x.sums;
+    high[r] = x.high, low[r] = x.low, scales[r] = x.scales, x_sums[r] = x.sums;
+    starts[r] = x.starts, low_starts[r] = x.low_starts, is_outlier[r] = x.is_outlier;
   }
-  const uint8_t* first = g.weight + block * g.block_bytes;
-  Floats16 acc[blocks][rows];
-  for (int c = 0; c < blocks; ++c)
-    for (int r = 0; r < rows; ++r) acc[c][r] = set1(0.0f);
-  for (int64_t group = 0; group < num_groups; ++group) {
+  const uint8_t* w = g.weight + block * g.block_bytes;
+  Floats16 acc[rows][blocks];
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < blocks; ++c) acc[r][c] = set1(0.0f);
+  for (int64_t group = 0; group < num_groups; ++group, w += kGroupBytes) {
+    Ints16 dots[rows][blocks];
+    start_sums<format, rows, blocks>(dots, starts, group);
+    dot_group<format, rows, blocks>(dots, w, g.block_bytes, high, group * kGroup);
     for (int c = 0; c < blocks; ++c) {
-      const uint8_t* w = first + c * g.block_bytes + group * kGroupBytes;
-      Ints16 dots[rows];
-      dot_group<format, fine, rows>(dots, w, high, low, group * kGroup);
-      Floats16 scale = load_half((const uint16_t*)(w + kScales));
-      for (int r = 0; r < rows; ++r) {
-        if constexpr (format == Format::bytes) dots[r] = dots[r] + set1_int(((const int32_t*)offsets[r])[group]);
-        acc[c][r] = fma(to_float(dots[r]), scale * set1(scales[r][group]), acc[c][r]);
-      }
+      const uint16_t* at = (const uint16_t*)(w + c * g.block_bytes + kScales);
+      Floats16 scale = load_half(at);
+      for (int r = 0; r < rows; ++r)
+        acc[r][c] = fma(to_float(dots[r][c]), scale * set1(scales[r][group]), acc[r][c]);
       if constexpr (format == Format::nibbles) {
-        Floats16 minimum = load_half((const uint16_t*)(w + kScales + 32));
-        for (int r = 0; r < rows; ++r) acc[c][r] = fma(minimum, set1(offsets[r][group]), acc[c][r]);
+        Floats16 minimum = load_half(at + kLanes);
+        for (int r = 0; r < rows; ++r) acc[r][c] = fma(minimum, set1(x_sums[r][group]), acc[r][c]);
+      }
+    }
+    if constexpr (fine) {
+      int any = 0;
+      for (int r = 0; r < rows; ++r) any |= is_outlier[r][group];
+      if (!any) continue;
+      start_sums<format, rows, blocks>(dots, low_starts, group);
+      dot_group<format, rows, blocks>(dots, w, g.block_bytes, low, group * kGroup);
+      for (int c = 0; c < blocks; ++c) {
+        Floats16 scale = load_half((const uint16_t*)(w + c * g.block_bytes + kScales)) * set1(1.0f / kLowUnits);
+        for (int r = 0; r < rows; ++r)
+          acc[r][c] = fma(to_float(dots[r][c]), scale * set1(scales[r][group]), acc[r][c]);
       }
     }
   }
   for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < blocks; ++c) store(sums + (r * blocks + c) * kLanes, acc[c][r]);
+    for (int c = 0; c < blocks; ++c) store(sums + (r * blocks + c) * kLanes, acc[r][c]);
 }
 
 template <Format format, bool fine, int rows, int blocks>
@@ -326,10 +220,10 @@ void multiply(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t column_
       if (g.num_rows > kFewRows) return as(run<Format::bf16, false, kFloatRows, kFloatBlocks>);
       return as(run<Format::bf16, false, kFewRows, kIntBlocks>);
     case Format::nibbles:
-      if (g.fine) return as(run<Format::nibbles, true, kFineRows, kIntBlocks>);
+      if (g.fine) return as(run<Format::nibbles, true, kIntRows, kIntBlocks>);
       return as(run<Format::nibbles, false, kIntRows, kIntBlocks>);
     case Format::bytes:
-      if (g.fine) return as(run<Format::bytes, true, kFineRows, kIntBlocks>);
+      if (g.fine) return as(run<Format::bytes, true, kIntRows, kIntBlocks>);
       return as(run<Format::bytes, false, kIntRows, kIntBlocks>);
   }
 }

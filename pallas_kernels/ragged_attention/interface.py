@@ -50,6 +50,9 @@ class AttentionBackend:
     `attend(q, k, v, cache, ragged, *, scale, layer=0)` writes k, v [tokens, kv_heads, head_dim] at `ragged.slots` of
     that layer (an int or a traced int32), then attends causally from q [tokens, heads, head_dim] and gives (out like q,
     zero for padding tokens; the new cache). The cache is updated in place when the caller's jit donates it.
+    `attend_turned(qkv, turns, cache, ragged, *, scale, layer=0)`, where there is one, does the same from one array
+    [tokens, heads + 2 kv_heads, head_dim], its q and k first turned by rotary positions: cosines and sines
+    [tokens, head_dim / 2], float32, of pairs of dimensions head_dim / 2 apart.
     `prefers_loop` says that compiling `attend` once a layer is dear, so that models had better loop over layers;
     `joins_layers` that unrolled layers, too, update one cache of them all in place.
     """
@@ -60,6 +63,7 @@ class AttentionBackend:
     attend: Callable[..., tuple[jax.Array, KVBlocks]]
     prefers_loop: bool = False
     joins_layers: bool = False
+    attend_turned: Callable[..., tuple[jax.Array, KVBlocks]] | None = None
 
 
 def kv_block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:

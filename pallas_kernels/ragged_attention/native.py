@@ -68,24 +68,46 @@ def attend(
     layer: int | jax.Array = 0,
 ) -> tuple[jax.Array, KVBlocks]:
     """See `AttentionBackend`. Raises NativeUnavailable where there is no library."""
+    qkv = jnp.concatenate([q, k.astype(q.dtype), v.astype(q.dtype)], axis=1)
+    return _call(qkv, (_NONE, _NONE), cache, ragged, scale, layer)
+
+
+def attend_turned(
+    qkv: jax.Array,
+    turns: tuple[jax.Array, jax.Array],
+    cache: KVBlocks,
+    ragged: Ragged,
+    *,
+    scale: float,
+    layer: int | jax.Array = 0,
+) -> tuple[jax.Array, KVBlocks]:
+    """See `AttentionBackend`. Raises NativeUnavailable where there is no library."""
+    return _call(qkv, turns, cache, ragged, scale, layer)
+
+
+_NONE = np.zeros(0, np.float32)
+
+
+def _call(
+    qkv: jax.Array, turns: tuple[Any, Any], cache: KVBlocks, ragged: Ragged, scale: float, layer: int | jax.Array
+) -> tuple[jax.Array, KVBlocks]:
     native.load()
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *cache)]
-    call = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={3: 1, 4: 2})
-    block_size = cache.k.shape[-1] // padded(q.shape[-1])[0]
-    out, new_k, new_v = call(
-        q,
-        k.astype(q.dtype),
-        v.astype(q.dtype),
+    num_tokens, num_heads, head_dim = qkv.shape
+    attended = jax.ShapeDtypeStruct((num_tokens, num_heads - 2 * cache.k.shape[2], head_dim), qkv.dtype)
+    outputs = [attended, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache)]
+    out, new_k, new_v = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={3: 1, 4: 2})(
+        qkv,
+        *turns,
         *cache,
         ragged.block_tables,
         ragged.q_starts,
         ragged.kv_lens,
         ragged.slots,
         jnp.asarray(layer, jnp.int32),
-        block_size=np.int32(block_size),
+        block_size=np.int32(cache.k.shape[-1] // padded(head_dim)[0]),
         scale=np.float32(scale),
     )
     return out, KVBlocks(new_k, new_v)
 
 
-BACKEND = AttentionBackend("native", init_cache, block_bytes, attend, joins_layers=True)
+BACKEND = AttentionBackend("native", init_cache, block_bytes, attend, joins_layers=True, attend_turned=attend_turned)

@@ -387,8 +387,8 @@ def costs(swap_us, token_us):
 
 @pytest.mark.parametrize(
     ("rates", "method"),
-    # Its two full blocks go out and in: four times the cost of one, against eight tokens.
-    [(costs(10, 6), "swap"), (costs(10, 5), "recompute"), (costs(10, 1), "recompute"), (costs(0, 1), "swap")],
+    # Its two full blocks come in again: twice the cost of one, against eight tokens.
+    [(costs(10, 3), "swap"), (costs(10, 2), "recompute"), (costs(10, 1), "recompute"), (costs(0, 1), "swap")],
     ids=str,
 )
 def test_auto_takes_what_costs_less(rates, method):

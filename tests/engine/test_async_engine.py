@@ -111,6 +111,20 @@ def test_draining_refuses_new_requests_and_finishes_old_ones():
     assert with_engine(scenario) == ("draining", "defgh", False, True)
 
 
+def test_an_engine_whose_line_is_full_is_alive_but_not_ready():
+    inner = make_engine(max_queued_requests=2)
+    engine = AsyncEngine(inner.config, lambda config: inner)
+    engine._engine = inner  # loaded, and its loop not started
+    seen = [engine.is_ready()]
+    for name in "ab":
+        inner.add(inner.prepare("abc", PARAMS, request_id=name))
+        seen.append(engine.is_ready())
+    assert seen == [True, True, False] and engine.is_alive()
+    while inner.has_work:
+        inner.step()
+    assert engine.is_ready()
+
+
 def test_stop_ends_what_still_runs_with_an_error():
     async def main():
         inner = make_engine()

@@ -77,3 +77,14 @@ def test_a_name_that_is_none_is_refused(name):
     with pytest.raises(RequestError) as refused:
         prepared(name)
     assert refused.value.param == "tenant"
+
+
+def test_who_sends_another_salt_finds_nothing_of_a_prompt():
+    engine, cached = make_engine(), []
+    for number, salt in enumerate(("", "mine", "mine", "other")):
+        params = SamplingParams(max_tokens=8)
+        request = engine.prepare("abcdefghijkl", params, request_id=str(number), cache_salt=salt)
+        engine.add(request)
+        while engine.has_work:
+            cached += [update.num_cached_tokens for update in engine.step() if update.delta.finish_reason]
+    assert cached == [0, 0, 8, 0]

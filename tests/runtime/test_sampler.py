@@ -242,3 +242,12 @@ def test_scores_are_those_of_log_softmax(vocab):
     assert np.allclose(scores.logprobs, np.take_along_axis(exact, scores.ids, 1), atol=1e-5)
     own = np.take_along_axis(exact, ids[:, None], 1)
     assert scores.ranks.tolist() == (1 + (exact > own).sum(1)).tolist()
+
+
+def test_what_a_mask_forbids_is_impossible_and_the_rest_keeps_its_bits():
+    logits = np.random.default_rng(0).standard_normal((3, 70)).astype(np.float32)
+    may = np.random.default_rng(1).random((3, 96)) < 0.5
+    allowed = np.packbits(may, axis=1, bitorder="little").view(np.int32)
+    assert allowed.shape == (3, sampler.num_mask_words(70))
+    found = np.asarray(sampler.restrict(logits, allowed))
+    assert np.array_equal(found, np.where(may[:, :70], logits, -np.inf))

@@ -8,15 +8,17 @@ import contextlib
 import json
 import threading
 import time
+from typing import NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
-from pagedjax.core.request import Logprob, Request
+from pagedjax.core.request import Logprob, Request, SamplingParams
 from pagedjax.core.state import Arrived, StepDue
 from serving.app import create_app
 from serving.server import DrainingServer, bind
@@ -41,11 +43,14 @@ class ByteTokenizer:
     def token_text(self, token_id):
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+    chat_template_text = ""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True, **kwargs):
         if any(message["role"] == "system" for message in messages[1:]):
             raise RequestError("the system message must come first", param="messages")
         turns = [f"<{message['role']}>{message['content']}" for message in messages]
-        return "".join([*turns, "<assistant>" * add_generation_prompt])
+        extra = [f"[{name}={json.dumps(value)}]" for name, value in kwargs.items()]
+        return "".join([*extra, *turns, "<assistant>" * add_generation_prompt])
 
 
 class FakeDelta:
@@ -54,11 +59,19 @@ class FakeDelta:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 
+class FakeSubmission(NamedTuple):
+    prompt_token_ids: list
+    params: SamplingParams
+    request_id: str
+    priority: int
+
+
 class FakeStream:
     def __init__(self, engine, prompt, params, request_id):
         self.engine, self.params, self.request_id = engine, params, request_id
         self.prompt_token_ids, self.num_cached_tokens = list(prompt), len(prompt) // 4
         self.prompt_logprobs = None
+        self.embedding = np.array([len(prompt), 0, -1], np.float32)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(candidates(i, params.prompt_logprobs) for i in prompt[1:])]
 
@@ -118,7 +131,8 @@ class FakeEngine:
         self.reply, self.hang, self.fail_after, self.refuse = reply, hang, fail_after, refuse
         self.failure = failure or RuntimeError("secret detail of a crash")
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
-        self.submitted, self.aborted, self.tenants = [], [], []
+        self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
+        self.preemptible = []
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
 
@@ -132,9 +146,22 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default"):
+    def prepare(
+        self,
+        prompt,
+        params,
+        *,
+        request_id=None,
+        priority=0,
+        tenant="default",
+        preemptible=True,
+        cache_salt="",
+        pooling=None,
+    ):
         self.tenants.append(tenant)
-        return prompt, params, request_id, priority
+        self.preemptible.append(preemptible)
+        self.salts.append(cache_salt)
+        return FakeSubmission(prompt, params, request_id, priority)
 
     def submit_all(self, requests):
         if self.refuse:

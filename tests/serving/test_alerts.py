@@ -10,8 +10,8 @@ import yaml
 from prometheus_client import generate_latest
 
 from pagedjax.engine.metrics import EngineMetrics
-from serving.metrics import HttpMetrics
 from tests.engine.fakes import make_engine
+from tests.serving.exported import exported
 
 RULES = Path(__file__).parents[2] / "serving" / "deploy" / "prometheus" / "alerts.yml"
 
@@ -21,16 +21,6 @@ def rules():
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     assert group.keys() == {"name", "rules"}
     return group["rules"]
-
-
-def exported():
-    """Every series name that a server exports, counters and histograms with their suffixes."""
-    engine = make_engine(num_host_blocks=4)
-    page = b"".join(generate_latest(metrics.registry) for metrics in (engine.metrics, HttpMetrics())).decode()
-    names = {}
-    for name, kind in re.findall(r"^# TYPE (pagedjax_\w+) (\w+)$", page, re.MULTILINE):
-        names |= dict.fromkeys([name, f"{name}_bucket"] if kind == "histogram" else [name], kind)
-    return names
 
 
 def test_every_rule_has_what_it_takes(rules):

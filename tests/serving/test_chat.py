@@ -2,6 +2,8 @@
 
 import pytest
 
+from serving.options import ApiOptions
+
 
 def test_an_answer_is_an_assistant_message(client):
     body = client.chat().json()
@@ -33,6 +35,29 @@ def test_messages_that_the_template_refuses_are_400(client):
     answer = client.chat(messages=messages)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "the system message must come first"
+
+
+def test_a_final_message_is_continued_without_an_end(client, engine):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " Once upon "}]
+    assert client.chat(messages=messages, continue_final_message=True).status_code == 200
+    assert client.chat(messages=messages, add_generation_prompt=False).status_code == 200
+    assert [prompt for prompt, *_ in engine.submitted] == [
+        "<user>a<assistant> Once upon",
+        "<user>a<assistant> Once upon ",
+    ]
+
+
+def test_the_template_gets_what_it_may_be_given(client, engine):
+    assert client.chat(chat_template_kwargs={"enable_thinking": False}).status_code == 200
+    assert engine.submitted[0][0] == "[enable_thinking=false]<user>Hi<assistant>"
+
+
+def test_a_lenient_server_passes_over_what_it_does_not_know(client_of, engine):
+    client = client_of(engine, options=ApiOptions(lenient=True))
+    messages = [{"role": "user", "content": "a", "mood": "good"}]
+    assert client.chat(frobnicate=1, messages=messages).status_code == 200
+    assert client.complete(frobnicate=1).status_code == 200
+    assert client.complete(suffix="x").status_code == 400
 
 
 @pytest.mark.parametrize(

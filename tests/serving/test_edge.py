@@ -103,8 +103,9 @@ def test_the_log_has_one_line_a_request_and_never_the_prompt(client, caplog):
 
 def test_models_are_listed_and_found_by_name(client):
     card = {"id": "tiny", "object": "model", "created": 1700000000, "owned_by": "pagedjax", "max_model_len": 200}
-    assert client.get("/v1/models").json() == {"object": "list", "data": [card]}
-    assert client.get("/v1/models/tiny").json() == card
+    (found,) = client.get("/v1/models").json()["data"]
+    assert found == card | {"limits": found["limits"]}
+    assert client.get("/v1/models/tiny").json() == found
 
 
 def test_health_is_the_engine_s_life_and_ready_its_will_to_take_requests(client, engine):

@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import fields, schemas
+from serving import embedding, fields, responses, schemas
 from serving.inputs import MAX_PROMPTS, ModelFacts
 from serving.schemas import parse_chat, parse_completion
 
@@ -29,6 +29,20 @@ NAMING_WHAT_IS_DONE_ANYWAY = {
         ({"frobnicate": 1}, "frobnicate"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2, "stream": True}, "best_of"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 11}, "n"),
+        ({"use_beam_search": True, "n": 2, "best_of": 4}, "best_of"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.7}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "presence_penalty": 1}, "presence_penalty"),
+        ({"use_beam_search": True, "preemptible": False}, "preemptible"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"length_penalty": "long"}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"early_stopping": "never"}, "early_stopping"),
+        ({"preemptible": 0}, "preemptible"),
+        ({"priority": -9}, "priority"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"best_of": 129}, "best_of"),
         ({"best_of": 1.5}, "best_of"),
@@ -108,12 +122,28 @@ def test_completions_refuse(client, engine, fields, param):
     [
         ({"prompt": "a"}, "prompt"),
         ({"echo": True}, "echo"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "a": 1}}, "response_format.a"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"guided_choice": "ab"}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"prediction": {}}, "prediction"),
@@ -131,14 +161,21 @@ def test_completions_refuse(client, engine, fields, param):
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"enable_thinking": {}}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": "a" * 257}}, "chat_template_kwargs.enable_thinking"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+            "continue_final_message",
+        ),
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user", "content": ""}] * 201}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -150,7 +187,10 @@ def test_completions_refuse(client, engine, fields, param):
             "messages[0].content[0].type",
         ),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
     ],
 )
 def test_chat_refuses(client, engine, fields, param):
@@ -197,11 +237,11 @@ def test_no_field_of_openai_s_is_passed_over_in_silence(client, ask, params):
         assert answer.json()["error"]["param"].startswith(name)
 
 
-@pytest.mark.parametrize("table", [schemas._COMPLETION, schemas._CHAT])
+@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS, responses.FIELDS])
 def test_every_field_that_is_taken_is_documented(table):
     documented = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
     taken = {name for name, check in table.items() if check is not fields.refused}
-    assert taken - documented - {"model", "prompt", "messages"} == NAMING_WHAT_IS_DONE_ANYWAY & taken
+    assert taken - documented - {"model", "prompt", "messages", "input"} == NAMING_WHAT_IS_DONE_ANYWAY & taken
 
 
 def test_another_model_is_404(client):

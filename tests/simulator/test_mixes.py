@@ -36,7 +36,7 @@ def test_on_the_crowded_mix_150_ms_give_a_fifth_more_throughput_than_50_and_litt
 
 def test_short_slices_thrash_and_long_ones_do_not(crowded):
     overheads = [crowded[ms].preemption_overhead for ms in (50, 150, 500)]
-    assert overheads[0] > 0.1
+    assert 0.1 < overheads[0] <= 0.15
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[2] < 0.01
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedjax.models import rope
 from pallas_kernels import native as library
 from pallas_kernels.ragged_attention import AttentionShape, native
 from tests.kernels.cases import MIXES, NUM_BLOCKS, expected, laid_out, make_case, run
@@ -102,13 +103,31 @@ def test_queries_may_be_of_another_type_than_the_cache():
     np.testing.assert_allclose(out, expected(case)[0], atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_turning_within_the_kernel_equals_turning_before_it(level, dtype):
+    shape = GROUPED if dtype == "bfloat16" else AttentionShape(num_heads=3, num_kv_heads=1, head_dim=20, block_size=8)
+    case = make_case(shape, MIXES["decodes and chunks"])
+    q, k, v = (x.astype(dtype) for x in case[:3])
+    turns = rope.tables(jnp.arange(len(q)), rope.inverse_frequencies(shape.head_dim, 100.0, None))
+    cache = laid_out(native.BACKEND, case.history[:, :, None].astype(dtype))
+    options = {"scale": case.scale, "layer": 0}
+    turned = (rope.rotate(q, *turns), rope.rotate(k, *turns), v)
+    expected, _ = jax.jit(partial(native.attend, **options))(*turned, cache, case.ragged)
+    qkv = jnp.concatenate([q, k, v], axis=1)
+    out, _ = jax.jit(partial(native.attend_turned, **options))(qkv, turns, cache, case.ragged)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=TOLERANCE[dtype])
+    unturned, _ = jax.jit(partial(native.attend, **options))(q, k, v, cache, case.ragged)
+    assert np.abs(np.asarray(unturned - expected, np.float32)).max() > 0.1
+
+
 def call(case, aliases=None):
     cache = laid_out(native.BACKEND, case.history[:, :, None])
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (case.q, *cache)]
+    qkv, none = jnp.concatenate(case[:3], axis=1), np.zeros(0, np.float32)
     aliases = {3: 1, 4: 2} if aliases is None else aliases
     attend = jax.ffi.ffi_call(native.TARGET, shapes, input_output_aliases=aliases)
     options = {"block_size": np.int32(GROUPED.block_size), "scale": np.float32(1)}
-    operands = (*case[:3], *cache, *case.ragged[:4], jnp.int32(0))
+    operands = (qkv, none, none, *cache, *case.ragged[:4], jnp.int32(0))
     return jax.jit(lambda *x: attend(*x, **options))(*operands)
 
 

@@ -1,0 +1,30 @@
+"""How the API behaves where the engine does not decide: one frozen record, from the command line to the routes."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pagedjax.core.errors import ConfigError
+
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "json"]
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiOptions:
+    """`template_kwargs` are the names that `chat_template_kwargs` may hold. Raises ConfigError."""
+
+    lenient: bool = False
+    tool_call_parser: ToolCallParser = "auto"
+    template_kwargs: frozenset[str] = frozenset({"enable_thinking"})
+
+    def __post_init__(self) -> None:
+        if self.tool_call_parser not in get_args(ToolCallParser):
+            known = ", ".join(get_args(ToolCallParser))
+            raise ConfigError(f"tool_call_parser must be one of {known}; set --tool-call-parser")
+        if wrong := sorted(name for name in self.template_kwargs if name in RESERVED or not name.isidentifier()):
+            raise ConfigError(f"{wrong[0]!r} cannot be left to callers; set --chat-template-kwargs")
+
+
+def parse_names(text: str) -> frozenset[str]:
+    """Names as they are written after --chat-template-kwargs: separated by commas."""
+    return frozenset(filter(None, map(str.strip, text.split(","))))

@@ -1,0 +1,251 @@
+"""Tools: how a model is told of them, how its calls are read, and that streams say what whole answers say."""
+
+import json
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.engine.async_engine import AsyncEngine
+from pagedjax.engine.grammar import Grammars
+from serving import tools
+from serving.app import create_app
+from serving.options import ApiOptions
+from serving.tools import Call, ToolChoice
+from tests.serving.conftest import ByteTokenizer, Client, FakeEngine, read_events
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather at a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"$ref": "#/$defs/place"}, "days": {"type": "integer"}},
+            "required": ["place"],
+            "$defs": {"place": {"type": "string", "maxLength": 8}},
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
+NAMES = frozenset({"weather", "time"})
+HERMES = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call>\n'
+TWO = HERMES + '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+LLAMA = '<|python_tag|>{"name": "weather", "parameters": {"place": "Bonn"}}; {"name": "time", "parameters": {}}'
+ARRAY = '[{"name": "weather", "arguments": {"place": "Bonn"}}, {"name": "time"}]'
+BOTH = (Call("weather", '{"place": "Bonn"}'), Call("time", "{}"))
+
+
+def parsed(tool_format, pieces):
+    parser = tools.parser_for(tool_format, NAMES)
+    found = [*(parser.push(piece) for piece in pieces), parser.finish()]
+    return "".join(piece.content for piece in found), sum((piece.calls for piece in found), ())
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "calls"),
+    [
+        ("hermes", "No call <tool", "No call <tool", ()),
+        ("hermes", HERMES, "Let me see.\n", BOTH[:1]),
+        ("hermes", TWO, "Let me see.\n", BOTH),
+        ("hermes", TWO.removesuffix("</tool_call>"), "Let me see.\n", BOTH),
+        ("hermes", "<tool_call>oops</tool_call> so", "<tool_call>oops</tool_call> so", ()),
+        ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, ()),
+        ("hermes", "<tool_call>[]</tool_call>", None, ()),
+        ("llama3_json", LLAMA, "", BOTH),
+        ("llama3_json", LLAMA.removeprefix("<|python_tag|>"), "", BOTH),
+        ("llama3_json", "{no json", None, ()),
+        ("llama3_json", "<|python", None, ()),
+        ("json", ARRAY, "", BOTH),
+        ("json", " Hello {", None, ()),
+        ("json", '{"name": "weather", "arguments": 5}', None, ()),
+        ("json", "[" * 5000, None, ()),
+        ("json", "", "", ()),
+    ],
+)
+def test_calls_are_read_and_what_is_no_call_is_content(tool_format, text, content, calls):
+    assert parsed(tool_format, [text]) == (text if content is None else content, calls)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([TWO, HERMES, LLAMA, ARRAY, "a<tool_call", "<tool_call>x</tool_call>y"]), st.data())
+def test_where_text_is_cut_does_not_show(text, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+    for tool_format in tools.FORMATS:
+        assert parsed(tool_format, pieces) == parsed(tool_format, list(text)) == parsed(tool_format, [text])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("", "hermes"),
+        ("{{ messages }}", "hermes"),
+        ("{% if tools %}<tool_call>", "hermes"),
+        ("{{ tools }} <|python_tag|>", "llama3_json"),
+        ("{{ tools | tojson }}", "json"),
+    ],
+)
+def test_the_form_goes_by_the_template(template, expected):
+    assert tools.format_for(template) == expected
+
+
+def chat(reply, pieces=3, *, options=ApiOptions(), **fields):  # noqa: B008
+    """The whole answer's choice, and a stream's deltas put together again as a client does it."""
+    parts = [reply[i : i + pieces] for i in range(0, len(reply), pieces)]
+    client = Client(create_app(FakeEngine(parts), options=options))
+    asked = {"tools": [WEATHER, TIME], **fields}
+    whole = client.chat(**asked).json()["choices"][0]
+    content, calls, reason = "", [], None
+    for event in read_events(client.chat(stream=True, **asked))[:-1]:
+        choice = event["choices"][0]
+        reason = choice["finish_reason"]
+        content += choice["delta"].get("content", "")
+        for call in choice["delta"].get("tool_calls", ()):
+            assert call["index"] == len(calls) and call["id"].startswith("call_") and call["type"] == "function"
+            calls.append(call["function"])
+    message = whole["message"]
+    assert (content or None) == (message["content"] or None)
+    assert calls == [call["function"] for call in message.get("tool_calls", ())]
+    assert reason == whole["finish_reason"]
+    return content, [(call["name"], json.loads(call["arguments"])) for call in calls], reason
+
+
+def test_an_answer_with_calls_says_so_streamed_and_whole():
+    assert chat(TWO) == ("Let me see.\n", [("weather", {"place": "Bonn"}), ("time", {})], "tool_calls")
+    assert chat("Just text.") == ("Just text.", [], "stop")
+
+
+def test_the_parser_can_be_chosen():
+    assert chat(LLAMA, options=ApiOptions(tool_call_parser="llama3_json"))[1][1] == ("time", {})
+
+
+def test_none_reads_no_calls():
+    assert chat(HERMES, tool_choice="none") == (HERMES, [], "stop")
+
+
+def test_a_named_tool_s_arguments_are_the_answer():
+    choice = {"type": "function", "function": {"name": "weather"}}
+    assert chat('{"place": "Bonn"}', tool_choice=choice) == ("", [("weather", {"place": "Bonn"})], "stop")
+
+
+def test_required_calls_are_an_array():
+    assert chat(ARRAY, tool_choice="required") == ("", [("weather", {"place": "Bonn"}), ("time", {})], "tool_calls")
+
+
+def prompt_of(**fields):
+    engine = FakeEngine()
+    answer = Client(create_app(engine)).chat(**fields)
+    assert answer.status_code == 200, answer.text
+    return engine.submitted[0][0]
+
+
+def test_a_template_without_tools_gets_them_in_words():
+    prompt = prompt_of(tools=[TIME], messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "a"}])
+    assert prompt.startswith("<system>S\n\nYou can call functions.")
+    assert '{"name": "time", "parameters": {"type": "object", "properties": {}}}' in prompt
+
+
+def test_a_template_with_tools_gets_them_as_they_are(monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "chat_template_text", "{{ tools }}")
+    assert prompt_of(tools=[TIME]) == f"[tools={json.dumps([TIME])}]<user>Hi<assistant>"
+
+
+def test_earlier_calls_and_results_reach_the_template(monkeypatch):
+    call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    prompt = prompt_of(messages=messages)
+    assert '<assistant><tool_call>\n{"name": "time", "arguments": {"a": 1}}\n</tool_call>' in prompt
+    assert "<user><tool_response>\nnoon\n</tool_response>" in prompt
+    monkeypatch.setattr(ByteTokenizer, "chat_template_text", "{{ tools }}")
+    assert "<tool>noon" in prompt_of(messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools[0].function.x"),
+        ({"tools": [TIME, TIME]}, "tools"),
+        ({"tools": [TIME] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TIME]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [TIME]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TIME]}, "tool_choice.type"),
+        (
+            {"tool_choice": "required", "tools": [TIME], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]},
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(client, engine, fields, param):
+    answer = client.chat(**fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_required_call_has_the_schema_of_its_tool(is_parallel):
+    wish = tools.wish([WEATHER, TIME], ToolChoice("required"), is_parallel=is_parallel)
+    grammar = Grammars(ByteGrammarTokenizer()).compile(wish)
+
+    def fits(text):
+        matcher = grammar.copy()._matcher
+        return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+    weather = '{"name":"weather","arguments":{"place":"Bonn"}}'
+    assert fits(f"[{weather}]")
+    assert fits(f"[{weather},{weather}]") == is_parallel
+    assert not fits("[]") and not fits('[{"name":"rm","arguments":{}}]')
+    assert not fits('[{"name":"weather","arguments":{"place":"Bonn am Rhein"}}]')
+
+
+class ByteGrammarTokenizer(ByteTokenizer):
+    eos_token_ids = frozenset({256})
+    bos_token_id = 257
+
+
+@pytest.fixture
+def openai_client(golden_llm, serving_of):
+    engine = AsyncEngine(golden_llm.engine.config, lambda config: golden_llm.engine)
+    with (
+        serving_of(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield lambda: (client, engine.model_name)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_openai_s_client_gets_calls_that_fit_the_schema(openai_client, choice):
+    client, model = openai_client()
+    asked = {
+        "model": model,
+        "messages": [{"role": "user", "content": "How is the weather in Bonn?"}],
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0.0,
+        "max_tokens": 48,
+    }
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert call.function.name == "weather" and len(json.loads(call.function.arguments)["place"]) <= 8
+    with client.chat.completions.stream(**asked) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
