@@ -350,16 +350,16 @@ def keep_all_forks(leave_for_slots):
     return lambda state, results: (state, ())
 
 
-def fork_too_long(child):
+def fork_too_long(child_of):
     def mutant(*args):
-        one = child(*args)
+        one = child_of(*args)
         return one._replace(num_tokens=one.num_tokens + 1, num_expected=one.num_expected + 1)
 
     return mutant
 
 
-def reserve_for_forks(child):
-    return lambda parent, *args: child(parent, *args)._replace(stay=parent.stay._replace(reserved=True))
+def reserve_for_forks(child_of):
+    return lambda parent, *args: child_of(parent, *args)._replace(stay=parent.stay._replace(reserved=True))
 
 
 def preempt_the_reserved(candidates):
@@ -371,13 +371,6 @@ def preempt_the_reserved(candidates):
 
 def preempt_impatiently(may_preempt):
     return lambda waiter, grade, order: True
-
-
-def preempt_who_ranks_alike(victims):
-    def mutant(state, order, running, candidates, grade, *args):
-        return victims(state, order, running, list(range(len(running))), (False, False, -99), *args)
-
-    return mutant
 
 
 def preempt_who_is_owed(candidates):
@@ -449,20 +442,19 @@ MUTANTS = [
     (yielding, "is_shielded", never),
     (yielding, "_candidates", preempt_the_reserved),
     (yielding, "_may_preempt", preempt_impatiently),
-    (yielding, "_victims", preempt_who_ranks_alike),
     (parking, "hold_copies", hold_without_counting),
-    (transfers, "forget", forget_nothing),
     (transfers, "settle", settle_nothing),
     (scheduler, "add_children", share_no_tails),
     (scheduler, "leave_for_slots", keep_all_forks),
-    (forking, "_child", fork_too_long),
-    (forking, "_child", reserve_for_forks),
+    (forking, "child_of", fork_too_long),
+    (forking, "child_of", reserve_for_forks),
     (leaving, "enter", bank_credit),
 ]
 MUTANTS_FOR_SEARCH = [
     (planning, "charge", charge_twice, "way"),
     (planning, "charge", charge_somebody_else, "way"),
     (parking, "await_writes", await_nothing, "slot"),
+    (transfers, "forget", forget_nothing, "failure"),
     (scheduler, "enter", bank_credit, "turns"),
     (planning, "leave", forget_who_was_in_line, "turns"),
     (scheduler, "_refunded", refund_nothing, "way"),
