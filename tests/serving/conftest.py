@@ -267,7 +267,8 @@ def serving_of():
         thread = threading.Thread(target=server.serve_until_signal)
         thread.start()
         # Only the fake can be told to stay in its loading.
-        wait_for(lambda: server.started and (app.state.service.readiness() == "ready" or getattr(engine, "loading", False)))
+        service = app.state.service
+        wait_for(lambda: server.started and (service.readiness() == "ready" or getattr(engine, "loading", False)))
         try:
             yield server
         finally:

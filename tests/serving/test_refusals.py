@@ -239,8 +239,14 @@ def test_no_field_of_openai_s_is_passed_over_in_silence(client, ask, params):
 
 
 NO_EFFECT = {
-    **{"user": "a", "safety_identifier": "a", "metadata": {"a": "b"}, "prompt_cache_key": "a", "store": False},
-    **{"service_tier": "auto", "tools": [], "parallel_tool_calls": True},
+    "user": "a",
+    "safety_identifier": "a",
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "a",
+    "store": False,
+    "service_tier": "auto",
+    "tools": [],
+    "parallel_tool_calls": True,
 }
 
 
@@ -270,7 +276,10 @@ def test_every_field_that_is_taken_is_documented(table):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ('"seed": 1' + "0" * 30, "seed must be an integer from -9223372036854775808 to 18446744073709551615, not 1000000"),
+        (
+            f'"seed": {2**100}',
+            f"seed must be an integer from -9223372036854775808 to 18446744073709551615, not {2**100}",
+        ),
         (f'"n": {2**100}', f"n must be an integer from 1 to 128, not {2**100}"),
         (f'"stop_token_ids": [3, {2**100}]', f"stop_token_ids holds token id {2**100}; the vocabulary has ids 0..257"),
         (f'"stop_token_ids": [-{2**100}]', f"stop_token_ids holds token id -{2**100}; the vocabulary has ids 0..257"),
@@ -282,7 +291,7 @@ def test_every_field_that_is_taken_is_documented(table):
     ],
 )
 def test_a_refusal_says_what_would_be_taken(client, fields, message):
-    answer = client.request("POST", "/v1/completions", content='{"model": "tiny", "prompt": "a", %s}' % fields)
+    answer = client.request("POST", "/v1/completions", content=f'{{"model": "tiny", "prompt": "a", {fields}}}')
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(message)
 
