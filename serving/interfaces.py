@@ -101,6 +101,7 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        preemptible: bool = True,
         cache_salt: str = "",
         pooling: Literal["last", "mean"] | None = None,
     ) -> "Submission": ...

@@ -134,6 +134,7 @@ def _prepare(
             request_id=name,
             priority=call.priority,
             tenant=tenant,
+            preemptible=call.preemptible,
             cache_salt=call.cache_salt,
             pooling=call.pooling if isinstance(call, EmbeddingCall) else None,
         )

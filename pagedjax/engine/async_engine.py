@@ -150,6 +150,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        preemptible: bool = True,
         cache_salt: str = "",
         pooling: Pooling | None = None,
     ) -> Submission:
@@ -162,6 +163,7 @@ class AsyncEngine:
             request_id=request_id,
             priority=priority,
             tenant=tenant,
+            preemptible=preemptible,
             cache_salt=cache_salt,
             pooling=pooling,
         )

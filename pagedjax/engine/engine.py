@@ -31,6 +31,7 @@ from pagedjax.core.state import (
     SwapOut,
 )
 from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.engine.beams import Beams, make_beams
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.device import Device
@@ -77,6 +78,7 @@ class Engine:
         self._updates: list[Update] = []
         self._decided_us: dict[int, int] = {}
         self._switches_us: list[int] = []
+        self._heard: list[tuple[Group, Beams]] = []  # whose beams the step that is collected contains
         self._next_sequence_id = 0
         self._num_recompiles = runner.recompiles
 
@@ -133,7 +135,8 @@ class Engine:
             group.candidates = [CompletionOutput(i, logprobs=[]) for i in range(request.params.num_samples)]
         self._groups[request.request_id] = group
         try:
-            for index in range(request.params.num_samples):
+            # Beams come of one sequence.
+            for index in range(1 if request.params.beam_width else request.params.num_samples):
                 self._add_sequence(group, index)
         except RequestError:
             self.abort(request.request_id)
@@ -195,10 +198,14 @@ class Engine:
         plan = self.state.in_flight[0]
         now_us = self._now_us()
         results = tuple([self._take_row(row, result, place, now_us) for place, row in enumerate(plan.rows)])
-        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in results]))
+        chosen = self._choose_beams(now_us) if self._heard else {}
+        if chosen:
+            results = tuple([chosen.pop(row.sequence_id, row) for row in results])
+        choices = tuple(chosen.values())
+        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in (*results, *choices)]))
         self._sample_deferred()
         processed = time.perf_counter()
-        self._send(StepDone(plan.plan_id, results, self._now_us()))
+        self._send(StepDone(plan.plan_id, results, self._now_us(), choices))
         self._count_step(plan, wait=collected - started, process=processed - collected)
 
     def _start_over(self, error: Exception) -> None:
@@ -300,13 +307,14 @@ class Engine:
             self.metrics.prompt_tokens.inc(prompt_len)
 
     def _add_sequence(self, group: Group, index: int) -> None:
-        request, sequence_id = group.submission, self._next_sequence_id
-        self._next_sequence_id += 1
+        request, sequence_id = group.submission, self._new_sequence_id()
         params = request.params
         if index > 0 and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
         if group.candidates is not None and params.logprobs is None:
             params = replace(params, logprobs=0)  # they say which samples are the best
+        if params.beam_width is not None:
+            params = replace(params, logprobs=params.logprobs or 0, temperature=0.0)
         # Every prompt token must be computed to be scored or averaged, so such a sequence takes nothing from the prefix
         # cache. Its forks share its blocks, and so have no names for them either.
         is_named = request.params.prompt_logprobs is None and request.pooling != "mean"
@@ -325,6 +333,8 @@ class Engine:
         self._num_structured += live.grammar is not None
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
+        if params.beam_width is not None:
+            group.beams = make_beams(live, request.params, self.tokenizer)
         self.runner.tokens.add(
             sequence_id,
             request.prompt_token_ids,
@@ -337,6 +347,10 @@ class Engine:
         # No step comes between the arrivals of a request's sequences, so the first one is still there.
         fork_of = sequence_id - index if index > 0 else None
         self._send(Arrived(request.for_scheduler(sequence_id, fork_of), hashes, group.arrival_us))
+
+    def _new_sequence_id(self) -> int:
+        self._next_sequence_id += 1
+        return self._next_sequence_id - 1
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
         return Detokenizer(
@@ -365,6 +379,11 @@ class Engine:
         if result.faulty[place]:
             self.metrics.faulty_rows.inc()
             return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
+        if live.group.beams is not None:
+            assert result.logprobs is not None
+            live.group.beams.hear(row.sequence_id, result.logprobs, place)
+            self._heard.append((live.group, live.group.beams))
+            return RowResult(row.sequence_id, 0)
         try:
             pooling = live.group.submission.pooling
             delta = self._delta(live, token_id, result, place) if pooling is None else self._pooled_delta(live)
@@ -379,6 +398,34 @@ class Engine:
             self.metrics.e2e.observe((now_us - live.group.arrival_us) / 1e6)
         named = new_hash(live, self.runner.tokens.get(row.sequence_id), self.state.config.block_size)
         return RowResult(row.sequence_id, 1, delta.finish_reason, named)
+
+    def _choose_beams(self, now_us: int) -> dict[int, RowResult]:
+        """What becomes of the beams of each group of which this step has brought the last."""
+        chosen: dict[int, RowResult] = {}
+        for group, beams in self._heard:
+            if not beams.have_all_been_heard():
+                continue
+            chosen |= beams.choose(self.runner.tokens, self._new_sequence_id, self.state.config.block_size)
+            for sequence_id, beam in beams.beams.items():
+                self._live[sequence_id] = group.members[sequence_id] = beam.live
+            if not beams.beams:
+                self._end_beams(group, beams, now_us)
+        self._heard.clear()
+        return chosen
+
+    def _end_beams(self, group: Group, beams: Beams, now_us: int) -> None:
+        try:
+            deltas = beams.deltas()
+        except EngineError as error:
+            self.metrics.requests.labels("error").inc()
+            self._updates.append(Update(group.submission.request_id, None, error=error))
+            return
+        self.metrics.ttft.observe((now_us - group.arrival_us) / 1e6)
+        self.metrics.e2e.observe((now_us - group.arrival_us) / 1e6)
+        for delta in deltas:
+            self.metrics.requests.labels(delta.finish_reason).inc()
+            update = Update(group.submission.request_id, delta, group.num_cached_tokens or 0, group.prompt_logprobs)
+            self._updates.append(update)
 
     def _give(self, group: Group, delta: Delta) -> None:
         """Tell the caller; where only the best samples come out, once all have ended."""

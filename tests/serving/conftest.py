@@ -132,6 +132,7 @@ class FakeEngine:
         self.failure = failure or RuntimeError("secret detail of a crash")
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
         self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
+        self.preemptible = []
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
 
@@ -145,8 +146,20 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt="", pooling=None):
+    def prepare(
+        self,
+        prompt,
+        params,
+        *,
+        request_id=None,
+        priority=0,
+        tenant="default",
+        preemptible=True,
+        cache_salt="",
+        pooling=None,
+    ):
         self.tenants.append(tenant)
+        self.preemptible.append(preemptible)
         self.salts.append(cache_salt)
         return FakeSubmission(prompt, params, request_id, priority)
 

@@ -48,6 +48,29 @@ def test_openai_s_client_is_answered_by_the_engine(serving_of, engine):
     assert streamed == "defgh"
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_beams_come_back_the_best_first(serving_of, engine, path):
+    wish = {"model": "counting", "max_tokens": 3, "n": 3, "use_beam_search": True, "temperature": 0}
+    asked = {"prompt": "abc"} if path == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    with serving_of(engine) as server:
+        answer = httpx.post(f"{server.url}/v1/{path}", json=wish | asked, timeout=30)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    found = [choice["text"] if path == "completions" else choice["message"]["content"] for choice in choices]
+    # The likeliest letter each time, and then one is skipped: of equals, what continues the best goes first.
+    assert found == ["def", "deg", "dfg"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert answer.json()["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize(("length_penalty", "texts"), [(-3, [" ", ""]), (3, [" ", " abc"])])
+def test_the_length_penalty_says_what_a_longer_answer_is_worth(serving_of, engine, length_penalty, texts):
+    wish = {"model": "counting", "prompt": "0123456789", "max_tokens": 4, "n": 2, "use_beam_search": True}
+    with serving_of(engine) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=wish | {"length_penalty": length_penalty}, timeout=30)
+    assert [choice["text"] for choice in answer.json()["choices"]] == texts
+
+
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_of_the_best_samples_come_back_as_many_as_were_asked_for(serving_of, engine, logprobs):
     wish = {"model": "counting", "prompt": ["abc", "ABC"], "max_tokens": 5, "n": 2, "best_of": 4, "logprobs": logprobs}
