@@ -371,7 +371,7 @@ class Engine:
             self.metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
         self._take_prompt_logprobs(live, result, place)
-        if place in result.pooled:
+        if result.pooled and place in result.pooled:
             live.pooled += result.pooled[place]
             live.num_pooled = row.start + row.length
         if not row.samples:
