@@ -4,6 +4,7 @@ Everything heavy is imported inside the command that needs it, so that `pagedjax
 """
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -213,16 +214,20 @@ def _key_source(path: str | None) -> Any:
 
 
 def _keys(args: argparse.Namespace) -> None:
-    """A new key on standard output, and its entry for the file, which tells nothing of it, below."""
+    """A new key on standard error, and its entry for the file, which tells nothing of it, on standard output."""
     from serving import keys
 
     key = keys.new_key()
-    print(f"# The key, shown only once: {key}")
-    print(f'[[keys]]\nname = "{args.name}"\nhash = "{keys.shown_hash(key)}"')
-    print(f'tenant = "{args.tenant or args.name}"\nrole = "{args.role}"')
+    entry = {"name": args.name, "hash": keys.shown_hash(key), "tenant": args.tenant or args.name, "role": args.role}
+    for name, value in entry.items():
+        if not value.isprintable():
+            raise ConfigError(f"the {name} {value!r} must be printable")
+    # A JSON string is a TOML one too.
+    print("[[keys]]", *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items()), sep="\n")
+    print(f"The key, shown only once: {key}", file=sys.stderr)
 
 
-def _chat(args: argparse.Namespace) -> None:
+def _chat(args: argparse.Namespace) -> int:
     from pagedjax.cli import chat
 
     chosen = settings(args, ChatOptions)
@@ -240,7 +245,7 @@ def _chat(args: argparse.Namespace) -> None:
             raise ConfigError(f"{wrong} would set up an engine here, but --url names a server: drop one")
         answers = chat.remote(options.url, sampling, model=model, api_key=options.api_key)
     with answers as ask:
-        chat.converse(ask, system=options.system)
+        return 0 if chat.converse(ask, system=options.system) else 1
 
 
 def _engine_config(chosen: dict[str, Any]) -> Any:

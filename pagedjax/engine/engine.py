@@ -15,7 +15,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
-from pagedjax.core.scheduler import init, refusal, update
+from pagedjax.core.scheduler import init, refusal, refused_param, update
 from pagedjax.core.state import (
     Aborted,
     Arrived,
@@ -130,7 +130,8 @@ class Engine:
             if refused is not None:
                 self.metrics.requests.labels("refused").inc()
                 self.metrics.tenants.count_refused(request.tenant)
-                raise RequestError(refused.message, param="prompt", code=refused.code)
+                param = refused_param(self.state, request.for_scheduler(0))
+                raise RequestError(refused.message, param=param, code=refused.code)
 
     def add(self, request: Submission) -> None:
         """Queue a request. Raises RequestError, and leaves nothing behind, if it can never run or the queue is full."""
@@ -256,10 +257,12 @@ class Engine:
                     self._forget(self._live.pop(sequence_id), reason)
                 case Reject(sequence_id, code, message):
                     self.runner.tokens.drop(sequence_id)
-                    self.metrics.tenants.count_refused(self._live[sequence_id].group.submission.tenant)
-                    self._forget(self._live.pop(sequence_id))
+                    live = self._live.pop(sequence_id)
+                    self.metrics.tenants.count_refused(live.group.submission.tenant)
+                    self._forget(live)
                     self.metrics.requests.labels("refused").inc()
-                    raise RequestError(message, param="prompt", code=code)
+                    param = refused_param(self.state, live.group.submission.for_scheduler(sequence_id))
+                    raise RequestError(message, param=param, code=code)
                 case _:
                     self._device.carry_out(effect)
 
@@ -379,7 +382,7 @@ class Engine:
             self.metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
         self._take_prompt_logprobs(live, result, place)
-        if place in result.pooled:
+        if result.pooled and place in result.pooled:
             live.pooled += result.pooled[place]
             live.num_pooled = row.start + row.length
         if not row.samples:
