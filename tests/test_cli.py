@@ -258,13 +258,13 @@ def test_remote_chat_refuses_sampling_that_no_server_takes_before_it_asks(capsys
 
 
 def test_a_new_key_goes_to_the_terminal_and_its_entry_to_the_file(capsys):
-    assert cli.run(["keys", 'al"ice', "--tenant", "gold"]) == 0
+    assert cli.run(["keys", "al.ice", "--tenant", "gold"]) == 0
     out, err = capsys.readouterr()
     (entry,) = tomllib.loads(out)["keys"]
-    assert (entry["name"], entry["tenant"], entry["role"]) == ('al"ice', "gold", "user")
+    assert (entry["name"], entry["tenant"], entry["role"]) == ("al.ice", "gold", "user")
     key = err.split()[-1]
     assert key.startswith("pj-") and key not in out
-    assert cli.run(["keys", "a\nb"]) == 2
+    assert [cli.run(["keys", name]) for name in ("a\nb", 'al"ice', "a b", "")] == [2] * 4
 
 
 def test_unknown_chat_command_is_not_sent_to_the_model(monkeypatch, capsys):

@@ -4,7 +4,6 @@ Everything heavy is imported inside the command that needs it, so that `pagedjax
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -215,15 +214,15 @@ def _key_source(path: str | None) -> Any:
 
 def _keys(args: argparse.Namespace) -> None:
     """A new key on standard error, and its entry for the file, which tells nothing of it, on standard output."""
+    from pagedjax.core.tenants import is_tenant_name
     from serving import keys
 
     key = keys.new_key()
     entry = {"name": args.name, "hash": keys.shown_hash(key), "tenant": args.tenant or args.name, "role": args.role}
-    for name, value in entry.items():
-        if not value.isprintable():
-            raise ConfigError(f"the {name} {value!r} must be printable")
-    # A JSON string is a TOML one too.
-    print("[[keys]]", *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items()), sep="\n")
+    for name in ("name", "tenant"):
+        if not is_tenant_name(entry[name]):
+            raise ConfigError(f"the {name} {entry[name]!r} must have 1 to 64 letters, digits and _ . : @ / -")
+    print("[[keys]]", *(f'{name} = "{value}"' for name, value in entry.items()), sep="\n")
     print(f"The key, shown only once: {key}", file=sys.stderr)
 
 

@@ -58,6 +58,7 @@ def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
     resolved = resolve(EngineConfig(), CONFIG, platform=platform)
     automatic = {f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")}
     assert automatic <= {
+        "record",
         "served_model_name",
         "quantization",
         "kv_cache_memory",
