@@ -295,7 +295,7 @@ class AsyncEngine:
         """Carry out the commands that have come; wait for one if there is nothing else to do. False to end."""
         while True:
             try:
-                command = self._commands.get(timeout=None if not engine.has_work else 0)
+                command = self._commands.get(timeout=None if engine.is_idle else 0)
             except queue.Empty:
                 return True
             if command is None:

@@ -86,6 +86,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do: copies may be on their way to a lower tier when all requests have ended."""
+        return not self._live and not self.state.tiers.transfers
+
     def prepare(
         self,
         prompt: str | list[int],
@@ -124,6 +129,7 @@ class Engine:
             refused = refusal(self.state, request.for_scheduler(0))
             if refused is not None:
                 self.metrics.requests.labels("refused").inc()
+                self.metrics.tenants.count_refused(request.tenant)
                 param = refused_param(self.state, request.for_scheduler(0))
                 raise RequestError(refused.message, param=param, code=refused.code)
 
@@ -153,11 +159,13 @@ class Engine:
             self._send(Aborted(live.sequence_id, self._now_us()))
 
     def abort_all(self) -> None:
-        """Drop every request and wait for the steps in flight."""
+        """Drop every request and wait for the steps and the transfers in flight."""
         for request_id in list(self._groups):
             self.abort(request_id)
         while self._device.num_in_flight:
             self.step()
+        while self.state.tiers.transfers:
+            self._end_transfers(_IDLE_WAIT_S)
 
     def step(self) -> list[Update]:
         """Plan and dispatch what may be in flight, wait for the oldest step, and give what it brought.
@@ -250,6 +258,7 @@ class Engine:
                 case Reject(sequence_id, code, message):
                     self.runner.tokens.drop(sequence_id)
                     live = self._live.pop(sequence_id)
+                    self.metrics.tenants.count_refused(live.group.submission.tenant)
                     self._forget(live)
                     self.metrics.requests.labels("refused").inc()
                     param = refused_param(self.state, live.group.submission.for_scheduler(sequence_id))
@@ -306,7 +315,9 @@ class Engine:
         self.metrics.cached_tokens.inc(row.start)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = row.start
-            self.metrics.queue_time.observe((now_us - group.arrival_us) / 1e6)
+            wait_s = (now_us - group.arrival_us) / 1e6
+            self.metrics.queue_time.observe(wait_s)
+            self.metrics.tenants.observe_wait(group.submission.tenant, wait_s)
             self.metrics.prompt_tokens.inc(prompt_len)
 
     def _add_sequence(self, group: Group, index: int) -> None:

@@ -1,5 +1,6 @@
 """The app over the engine itself, on a device that counts: what a client does reaches the scheduler, and back."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
 from tests.engine.fakes import make_engine
 
@@ -188,6 +190,7 @@ def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(servin
 PROCESS = """
 import sys
 from pagedjax import cli
+from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
 from tests.engine.fakes import make_engine
 
@@ -208,3 +211,26 @@ def test_the_process_leaves_with_status_0_at_a_signal(sent):
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_an_idle_engine_brings_its_transfers_to_their_end(wait_for):
+    """Nobody asks for anything any more, and the copies of a request that has ended are still on their way."""
+    inner = make_engine(num_gpu_blocks_override=12, num_host_blocks=40, preemption_method="swap")
+    inner.runner.transfer_polls = 10**9
+    engine = AsyncEngine(inner.config, lambda config: inner)
+
+    async def go():
+        await engine.start()
+        wish = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        streams = [engine.submit([i, 2, 3, 4, 5], wish) for i in range(4)]
+        await asyncio.to_thread(wait_for, lambda: inner.state.tiers.transfers)
+        for stream in streams:
+            stream.abort()
+        await asyncio.to_thread(wait_for, lambda: not inner.has_work)
+        assert inner.state.tiers.transfers and inner.state.tiers.host.counts
+        inner.runner.transfer_polls = 0
+        await asyncio.to_thread(wait_for, lambda: not inner.state.tiers.transfers)
+        assert not inner.state.tiers.host.counts
+        await engine.stop()
+
+    asyncio.run(go())
