@@ -18,6 +18,7 @@ STATUS_OF_CODE = {
     "method_not_allowed": 405,
     "request_timeout": 408,
     "body_too_large": 413,
+    "headers_too_large": 431,
     "queue_full": 429,
     "rate_limit_exceeded": 429,
     "cancelled": 499,
@@ -25,6 +26,7 @@ STATUS_OF_CODE = {
     "shutting_down": 503,
     "not_ready": 503,
 }
+CODES_OF_SIZE = frozenset({"context_length_exceeded", "prompt_exceeds_kv_cache", "prompt_exceeds_queue", "queue_full"})
 RETRY_AFTER_S = {429: "1", 503: "10"}
 _TYPES = {
     401: "authentication_error",

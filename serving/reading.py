@@ -1,6 +1,7 @@
 """From a request's body to what the engine queues. Touches no event loop, so that large bodies are read beside it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -43,6 +44,8 @@ def read_chat(
 ) -> tuple[ChatCall, list["Submission"]]:
     """The call and its one submission. Raises RequestError naming the field."""
     call = parse_chat(from_json(body), facts(engine, options))
+    if call.tools and tools.tags_are_hidden(engine.tokenizer):
+        call = replace(call, params=replace(call.params, skip_special_tokens=False))
     return call, _prepare(engine, [encode_chat(engine, call)], call, response_id, tenant)
 
 

@@ -175,9 +175,10 @@ def num_tokens_ahead(sequence: Sequence, config: SchedulerConfig) -> int:
 def num_blocks_growing(sequence: Sequence, running: Rows[Sequence], order: Order) -> int:
     """Blocks that those who run may take while a preempted sequence that comes back computes its chunk.
 
-    They must be there beside its own: what comes back ranks low, so the next shortage would be at its expense.
+    They must be there beside its own: what comes back ranks low, so the next shortage would be at its expense. While a
+    swapped one is fetched they go on, as long again, it is assumed.
     """
-    num_ahead = num_tokens_ahead(sequence, order.config)
+    num_ahead = num_tokens_ahead(sequence, order.config) * (1 if sequence.phase is Phase.WAITING else 2)
     return num_blocks_promised(running, order, num_ahead) - num_blocks_promised(running, order) if num_ahead else 0
 
 

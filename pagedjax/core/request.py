@@ -162,7 +162,10 @@ def _entries(params: SamplingParams, name: str) -> tuple[Any, ...]:
 
 def _check_numbers(params: SamplingParams) -> None:
     _integer(params, "n", 1, MAX_N)
-    _integer(params, "best_of", params.n, MAX_N, optional=True)
+    _integer(params, "best_of", 1, MAX_N, optional=True)
+    if params.num_samples < params.n:
+        message = f"best_of must be at least n, which is {params.n}, not {params.best_of}"
+        raise RequestError(message, param="best_of")
     _integer(params, "beam_width", 1, MAX_BEAM_WIDTH, optional=True)
     _number(params, "length_penalty", -10.0, 10.0)
     _number(params, "temperature", 0.0, 2.0)

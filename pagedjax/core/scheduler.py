@@ -150,6 +150,11 @@ def refusal(state: State, request: Request) -> Reject | None:
     return _queue_refusal(state, request)
 
 
+def refused_param(state: State, request: Request) -> str:
+    """The field to blame for a refusal: what the request asks for beyond its prompt, if that alone would be taken."""
+    return "prompt" if refusal(state, request._replace(max_tokens=1)) else "max_tokens"
+
+
 def _queue_refusal(state: State, request: Request) -> Reject | None:
     """Why the request must not be queued: the line, or its tenant's share of it, has no room."""
     config, waiting = state.config, state.waiting

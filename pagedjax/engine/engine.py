@@ -15,7 +15,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
-from pagedjax.core.scheduler import init, refusal, update
+from pagedjax.core.scheduler import init, refusal, refused_param, update
 from pagedjax.core.state import (
     Aborted,
     Arrived,
@@ -86,6 +86,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do: copies may be on their way to a lower tier when all requests have ended."""
+        return not self._live and not self.state.tiers.transfers
+
     def prepare(
         self,
         prompt: str | list[int],
@@ -124,7 +129,9 @@ class Engine:
             refused = refusal(self.state, request.for_scheduler(0))
             if refused is not None:
                 self.metrics.requests.labels("refused").inc()
-                raise RequestError(refused.message, param="prompt", code=refused.code)
+                self.metrics.tenants.count_refused(request.tenant)
+                param = refused_param(self.state, request.for_scheduler(0))
+                raise RequestError(refused.message, param=param, code=refused.code)
 
     def add(self, request: Submission) -> None:
         """Queue a request. Raises RequestError, and leaves nothing behind, if it can never run or the queue is full."""
@@ -152,11 +159,13 @@ class Engine:
             self._send(Aborted(live.sequence_id, self._now_us()))
 
     def abort_all(self) -> None:
-        """Drop every request and wait for the steps in flight."""
+        """Drop every request and wait for the steps and the transfers in flight."""
         for request_id in list(self._groups):
             self.abort(request_id)
         while self._device.num_in_flight:
             self.step()
+        while self.state.tiers.transfers:
+            self._end_transfers(_IDLE_WAIT_S)
 
     def step(self) -> list[Update]:
         """Plan and dispatch what may be in flight, wait for the oldest step, and give what it brought.
@@ -248,9 +257,12 @@ class Engine:
                     self._forget(self._live.pop(sequence_id), reason)
                 case Reject(sequence_id, code, message):
                     self.runner.tokens.drop(sequence_id)
-                    self._forget(self._live.pop(sequence_id))
+                    live = self._live.pop(sequence_id)
+                    self.metrics.tenants.count_refused(live.group.submission.tenant)
+                    self._forget(live)
                     self.metrics.requests.labels("refused").inc()
-                    raise RequestError(message, param="prompt", code=code)
+                    param = refused_param(self.state, live.group.submission.for_scheduler(sequence_id))
+                    raise RequestError(message, param=param, code=code)
                 case _:
                     self._device.carry_out(effect)
 
@@ -303,7 +315,9 @@ class Engine:
         self.metrics.cached_tokens.inc(row.start)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = row.start
-            self.metrics.queue_time.observe((now_us - group.arrival_us) / 1e6)
+            wait_s = (now_us - group.arrival_us) / 1e6
+            self.metrics.queue_time.observe(wait_s)
+            self.metrics.tenants.observe_wait(group.submission.tenant, wait_s)
             self.metrics.prompt_tokens.inc(prompt_len)
 
     def _add_sequence(self, group: Group, index: int) -> None:
@@ -368,7 +382,7 @@ class Engine:
             self.metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
         self._take_prompt_logprobs(live, result, place)
-        if place in result.pooled:
+        if result.pooled and place in result.pooled:
             live.pooled += result.pooled[place]
             live.num_pooled = row.start + row.length
         if not row.samples:

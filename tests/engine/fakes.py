@@ -134,7 +134,9 @@ class CountingRunner:
         del self.staged[effect.transfer_id]
 
     def poll_transfers(self, timeout_s: float = 0.0) -> list[Completion]:
-        self._under_way = {i: (left - 1, *rest) for i, (left, *rest) in self._under_way.items()}
+        self._under_way = {
+            i: (min(left, self.transfer_polls) - 1, *rest) for i, (left, *rest) in self._under_way.items()
+        }
         return [self._end(i) for i, (left, *_) in list(self._under_way.items()) if left <= 0]
 
     def _end(self, transfer_id: int) -> Completion:

@@ -109,6 +109,14 @@ def test_browsers_may_give_the_key_as_a_password(keyed):
     assert keyed.get("/", headers={"authorization": "Basic !!!"}).status_code == 401
 
 
+def test_a_user_s_key_opens_what_the_page_needs_to_chat(keyed):
+    statuses = {
+        path: keyed.get(path, headers=bearer(USER)).status_code
+        for path in ("/", "/ready", "/v1/models", "/debug/state")
+    }
+    assert statuses == {"/": 200, "/ready": 200, "/v1/models": 200, "/debug/state": 403}
+
+
 def test_openai_s_client_sends_the_key(serving_of, engine, key_file):
     with serving_of(engine, keys=KeySource(str(key_file))) as server:
         url = f"{server.url}/v1"
@@ -279,10 +287,11 @@ def test_keys_come_from_the_environment_too(monkeypatch):
 
 def test_a_new_key_fits_the_entry_that_is_printed_with_it(tmp_path, capsys):
     assert run(["keys", "alice", "--tenant", "gold"]) == 0
-    printed = capsys.readouterr().out
-    (key,) = re.findall(r"pj-\S+", printed)
+    printed = capsys.readouterr()
+    (key,) = re.findall(r"pj-\S+", printed.err)
+    assert key not in printed.out
     path = tmp_path / "keys.toml"
-    path.write_text(printed)
+    path.write_text(printed.out)
     (found,) = read_keys(str(path))
     assert keys.find([found], key) is found
     assert (found.name, found.tenant, found.role) == ("alice", "gold", "user")
