@@ -1,6 +1,6 @@
 """Step times of a SmolLM2-135M-shaped model with random weights, per kind of step, and as the KV pool grows.
 
-    python benchmarks/kernels.py [--dtype bfloat16] [--weights int4] [--repeats 15] [--json benchmarks/results/kernels.json]
+    python benchmarks/kernels.py [--dtype bfloat16] [--weights int4] [--json benchmarks/results/kernels.json]
 
 A step is the forward of a packed batch, the head and argmax of each row's last token, the result read on the host. The
 least wall time counts; the least CPU time of all threads beside it says what a busy machine hides.
