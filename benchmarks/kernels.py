@@ -156,11 +156,12 @@ def step(
     ids: jax.Array,
     positions: jax.Array,
     ragged: Ragged,
+    picked: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """(the likeliest token after each row [rows], caches)."""
+    """(the likeliest token after each packed token that is picked, caches)."""
     model = model_of(leaves)
     hidden, caches = model(ids, positions, caches, ragged)
-    logits = model.logits(hidden[jnp.maximum(ragged.q_starts[1:] - 1, 0)])
+    logits = model.logits(hidden[picked])
     # The first of equal maxima, in two passes: XLA:CPU's argmax takes several times as long.
     is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
     order = jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -180,8 +181,8 @@ def random_model(backend: AttentionBackend, dtype: str, weights: Layout) -> llam
     return llama.LlamaForCausalLM.load(CONFIG, tensor, shapes.keys(), dtype=dtype, backend=backend, pack=pack)
 
 
-def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged]:
-    """(ids, positions, ragged) with blocks scattered over the whole pool and the table as wide as the model allows."""
+def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged, np.ndarray]:
+    """(ids, positions, ragged, the last token of each real row) with blocks scattered over the whole pool and the table as wide as the model allows."""
     rng = np.random.default_rng(0)
     num_rows = min(kind.num_tokens, 64)
     tables = np.full((num_rows, CONFIG.max_position_embeddings // BLOCK_SIZE), -1)
@@ -197,7 +198,8 @@ def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged]:
         q_starts[row + 1 :], kv_lens[row] = mine.stop, kv_len
     num_decode = sum(q_len == 1 for q_len, _ in kind.rows)
     ragged = Ragged(*(np.asarray(x, np.int32) for x in (tables, q_starts, kv_lens, slots, num_decode)))
-    return rng.integers(0, CONFIG.vocab_size, kind.num_tokens).astype(np.int32), positions, ragged
+    picked = (q_starts[1 : len(kind.rows) + 1] - 1).astype(np.int32)
+    return rng.integers(0, CONFIG.vocab_size, kind.num_tokens).astype(np.int32), positions, ragged, picked
 
 
 if __name__ == "__main__":
