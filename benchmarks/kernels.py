@@ -182,7 +182,10 @@ def random_model(backend: AttentionBackend, dtype: str, weights: Layout) -> llam
 
 
 def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged, np.ndarray]:
-    """(ids, positions, ragged, the last token of each real row) with blocks scattered over the whole pool and the table as wide as the model allows."""
+    """(ids, positions, ragged, the last token of each real row).
+
+    Blocks are scattered over the whole pool, and the table is as wide as the model allows.
+    """
     rng = np.random.default_rng(0)
     num_rows = min(kind.num_tokens, 64)
     tables = np.full((num_rows, CONFIG.max_position_embeddings // BLOCK_SIZE), -1)
