@@ -43,8 +43,13 @@ def page() -> str:
 
 
 def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
-    rows = [f"| {_names(field)} | {default_text(field)} | {field.metadata['help']} |" for field in fields]
+    rows = [f"| {_names(field)} | {_default(field)} | {field.metadata['help']} |" for field in fields]
     return "\n".join([f"## {title.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    # `serve` wants a model named; `chat` and LLM don't.
+    return f"{default_text(field)} (`serve`: required)" if field.name == "model" else default_text(field)
 
 
 def _names(field: dataclasses.Field[Any]) -> str:

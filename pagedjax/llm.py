@@ -81,8 +81,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        priority: int | Iterable[int] = 0,
+        tenant: str | Iterable[str] = DEFAULT_TENANT,
+        preemptible: bool | Iterable[bool] = True,
     ) -> list[RequestOutput]:
-        """Answer each conversation: a list of {"role": …, "content": …}, or a list of such lists."""
+        """Answer each conversation: a list of {"role": …, "content": …}, or a list of such lists. The rest is as in
+        `generate`."""
         tokenizer = self.get_tokenizer()
         texts = [
             tokenizer.apply_chat_template(each, add_generation_prompt=add_generation_prompt)
@@ -91,7 +95,9 @@ class LLM:
         # The template writes the special tokens itself.
         max_len = self.engine.state.config.max_model_len
         token_ids = [tokenizer.encode(text, add_special_tokens=False, max_len=max_len) for text in texts]
-        outputs = self.generate(token_ids, sampling_params, use_tqdm=use_tqdm)
+        outputs = self.generate(
+            token_ids, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant, preemptible=preemptible
+        )
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs

@@ -30,7 +30,8 @@ from serving.limits import Limits
 from serving.metrics import HttpMetrics
 from serving.openai import ChatRendering, CompletionRendering, Head, Rendering
 from serving.options import ApiOptions
-from serving.reading import Call, Read, read_chat, read_completion, read_embedding
+from serving.reading import Call, Read, read_chat, read_completion, read_embedding, read_response
+from serving.responses import ResponseRendering
 from serving.schemas import ChatCall, CompletionCall
 from serving.workers import MAX_INLINE_BYTES, Workers
 
@@ -122,8 +123,15 @@ class Service:
             if not limit.expired():
                 limit.reschedule(0)
 
-    def is_ready(self) -> bool:
-        return self.engine.is_ready() and not self._draining and not self.is_loading()
+    def readiness(self) -> str:
+        """ready, or why no new requests are taken."""
+        if self._draining:
+            return "draining"
+        if self.is_loading():
+            return "loading"
+        if self.engine.is_ready():
+            return "ready"
+        return "queue full" if self.engine.is_full() else "not ready"
 
     def check_open(self) -> None:
         if self._draining:
@@ -243,6 +251,13 @@ async def embeddings(request: Request) -> Generation:
     return _generation(request, head, call, submissions, EmbeddingRendering(head, call))
 
 
+async def responses(request: Request) -> Generation:
+    service, head = _service(request), _head(request, "resp")
+    call, submissions = await service.read(request, head.id, read_response)
+    rendering = ResponseRendering(head, call, service.engine.tokenizer)
+    return _generation(request, head, call.chat, submissions, rendering)
+
+
 async def tokenize(request: Request) -> Response:
     return json_response(await _service(request).compute(request, tokenizing.tokenize))
 
@@ -298,6 +313,8 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     service, name = _service(request), request.path_params["model"]
+    if not name:
+        raise RequestError("there is no /v1/models/; GET /v1/models lists the models", code="not_found")
     if name != service.engine.model_name:
         raise RequestError(f"the model {name[:100]!r} does not exist", param="model", code="model_not_found")
     return json_response(_model_card(service))
@@ -310,11 +327,9 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Whether new requests are taken."""
-    service = _service(request)
-    is_ready = service.is_ready()
-    status = "ready" if is_ready else "loading" if service.is_loading() else "not ready"
-    return json_response({"status": status}, 200 if is_ready else 503)
+    """Whether new requests are taken, and if not, why."""
+    status = _service(request).readiness()
+    return json_response({"status": status}, 200 if status == "ready" else 503)
 
 
 @operators_only
@@ -349,6 +364,7 @@ async def docs(request: Request) -> Response:
 ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
@@ -396,6 +412,13 @@ def _model_card(service: Service) -> dict[str, Any]:
 # ---- life and faults -------------------------------------------------------------------------------------------------
 
 
+_NAMES = {
+    "/v1/chat/completions": {"prompt": "messages"},
+    "/v1/responses": {"prompt": "input", "max_tokens": "max_output_tokens"},
+    "/v1/embeddings": {"prompt": "input"},
+}
+
+
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     service: Service = app.state.service
@@ -408,6 +431,9 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     request.state.notes["error"] = errors.name_of(error)
+    if isinstance(error, RequestError) and error.code in errors.CODES_OF_SIZE:
+        # The engine names its own parameters.
+        error.param = _NAMES.get(request.url.path, {}).get(error.param or "", error.param)
     return errors.error_response(error, request.state.request_id)
 
 

@@ -26,6 +26,7 @@ FIELDS: dict[str, Check] = {
     "encoding_format": string,
     "pooling": string,
     "priority": schemas.read_priority,
+    "preemptible": fields.boolean,
     "cache_salt": schemas.read_cache_salt,
     "user": string,
     "dimensions": fields.refused,
@@ -40,6 +41,7 @@ class EmbeddingCall:
     pooling: Pooling = "last"
     encoding: Encoding = "float"
     priority: int = 0
+    preemptible: bool = True
     cache_salt: str = ""
     params: SamplingParams = SamplingParams(max_tokens=1, temperature=0.0)
     stream: bool = False
@@ -55,12 +57,15 @@ def parse_embedding(body: Any, model: ModelFacts) -> EmbeddingCall:
         pooling=cast(Pooling, _one_of(given, "pooling", "last", "mean")),
         encoding=cast(Encoding, _one_of(given, "encoding_format", "float", "base64")),
         priority=given.get("priority", 0),
+        preemptible=given.get("preemptible", True),
         cache_salt=given.get("cache_salt", ""),
     )
 
 
 class EmbeddingRendering:
     """Vectors of length 1, as numbers or as little-endian float32 in base64. Never streamed."""
+
+    done = b""
 
     def __init__(self, head: Head, call: EmbeddingCall) -> None:
         self._head, self._call = head, call

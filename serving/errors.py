@@ -25,6 +25,7 @@ STATUS_OF_CODE = {
     "shutting_down": 503,
     "not_ready": 503,
 }
+CODES_OF_SIZE = frozenset({"context_length_exceeded", "prompt_exceeds_kv_cache", "prompt_exceeds_queue", "queue_full"})
 RETRY_AFTER_S = {429: "1", 503: "10"}
 _TYPES = {
     401: "authentication_error",

@@ -15,6 +15,9 @@ def boolean(value: Any, name: str) -> bool:
 
 
 def integer(value: Any, name: str) -> int:
+    # JSON's reader gives integers of more than 64 bits as floats; whoever knows the range refuses them with it.
+    if isinstance(value, float) and abs(value) >= 2**63 and value.is_integer():
+        return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong(value, name, "an integer")
     return value
@@ -51,11 +54,11 @@ def strings(value: Any, name: str) -> tuple[str, ...]:
     """A string or an array of strings."""
     if isinstance(value, str):
         return (value,)
-    return tuple(string(item, name) for item in array(value, name))
+    return tuple(string(item, f"{name}[{i}]") for i, item in enumerate(array(value, name)))
 
 
 def integers(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(integer(item, name) for item in array(value, name))
+    return tuple(integer(item, f"{name}[{i}]") for i, item in enumerate(array(value, name)))
 
 
 def one_of(*allowed: Any) -> Check:

@@ -165,7 +165,7 @@ class Generation:
                 begin = b"" if choice.begun else await self._begin(choice)
                 await self._write(begin + self._rendering.chunk(choice, delta), send)
         tail = self._rendering.usage_chunk(self._usage()) if self._call.include_usage else b""
-        await self._write(tail + sse.DONE, send)
+        await self._write(tail + self._rendering.done, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, choice: Choice) -> bytes:

@@ -87,9 +87,9 @@ def _message(value: Any, i: int, *, lenient: bool) -> dict[str, Any]:
         **dict.fromkeys(("refusal", "audio", "function_call"), refused),
     }
     given = known_fields(record(value, where), known, f"{where}.", lenient=lenient)
-    role = given.get("role")
+    role = required(given, "role", f"{where}.")
     if role not in ROLES:
-        message = f"{where}.role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}"
+        message = f"{where}.role must be one of {', '.join(ROLES)}, not {role[:40]!r}"
         raise RequestError(message, param=f"{where}.role")
     if role == "tool":
         required(given, "tool_call_id", f"{where}.")

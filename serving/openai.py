@@ -53,8 +53,11 @@ class Choice:
 
 
 class Rendering(Protocol):
-    """Bodies of one response. `begin` is what precedes a choice's first delta; both chunk methods may give nothing."""
+    """Bodies of one response. `begin` is what precedes a choice's first delta; both chunk methods may give nothing.
+    `usage_chunk` comes last where usage was asked for, and then `done`."""
 
+    @property
+    def done(self) -> bytes: ...
     def begin(self, choice: Choice) -> bytes: ...
     def chunk(self, choice: Choice, delta: Delta) -> bytes: ...
     def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
@@ -63,6 +66,8 @@ class Rendering(Protocol):
 
 class CompletionRendering:
     """/v1/completions."""
+
+    done = sse.DONE
 
     def __init__(self, head: Head, call: CompletionCall, tokenizer: Tokenizer) -> None:
         self._head, self._call, self._tokenizer = head, call, tokenizer
@@ -142,6 +147,8 @@ class CompletionRendering:
 
 class ChatRendering:
     """/v1/chat/completions. Where there are tools, calls to them are read from the text, in `tool_format`."""
+
+    done = sse.DONE
 
     def __init__(self, head: Head, call: ChatCall, tokenizer: Tokenizer, tool_format: ToolFormat = "hermes") -> None:
         self._head, self._call, self._tokenizer = head, call, tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pagedjax
 from pagedjax.core.request import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MIN_PRIORITY
-from serving import embedding, fields, schemas, tokenizing
+from serving import embedding, fields, responses, schemas, tokenizing
 from serving.fields import Check
 
 _BOOLEAN, _INTEGER, _NUMBER, _STRING = ({"type": kind} for kind in ("boolean", "integer", "number", "string"))
@@ -102,8 +102,10 @@ _ERROR = {
 
 def body_schema(table: Mapping[str, Check], required: list[str]) -> dict[str, Any]:
     """The schema of a body that is read by this table. `null` means absent, for every field."""
+    # A response's input holds items, not prompts.
+    special = _BY_NAME | ({"input": {"anyOf": [_STRING, _ARRAY]}} if table is responses.FIELDS else {})
     properties = {
-        name: _or_null(_BY_NAME.get(name) or _BY_CHECK.get(check, {}))
+        name: _or_null(special.get(name) or _BY_CHECK.get(check, {}))
         for name, check in table.items()
         if check is not fields.refused
     }
@@ -117,6 +119,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 _BODIES: dict[str, tuple[str, Mapping[str, Check], list[str]]] = {
     "/v1/completions": ("Complete prompts", schemas.COMPLETION, ["model", "prompt"]),
     "/v1/chat/completions": ("Answer a chat", schemas.CHAT, ["model", "messages"]),
+    "/v1/responses": ("Answer as OpenAI's responses do", responses.FIELDS, ["model", "input"]),
     "/v1/embeddings": ("Vectors of texts", embedding.FIELDS, ["model", "input"]),
     "/tokenize": ("Token ids of a text or a chat", tokenizing.FIELDS, []),
     "/detokenize": ("The text of token ids", tokenizing.IDS, ["tokens"]),

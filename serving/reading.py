@@ -1,6 +1,7 @@
 """From a request's body to what the engine queues. Touches no event loop, so that large bodies are read beside it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -12,12 +13,13 @@ from serving.embedding import EmbeddingCall, parse_embedding
 from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
 from serving.options import ApiOptions
+from serving.responses import ResponseCall, parse_response
 from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission
 
-Call = TypeVar("Call", CompletionCall, ChatCall, EmbeddingCall)
+Call = TypeVar("Call", CompletionCall, ChatCall, EmbeddingCall, ResponseCall)
 Read = Callable[[Engine, bytes, str, str, ApiOptions], tuple[Call, list["Submission"]]]
 
 
@@ -42,6 +44,8 @@ def read_chat(
 ) -> tuple[ChatCall, list["Submission"]]:
     """The call and its one submission. Raises RequestError naming the field."""
     call = parse_chat(from_json(body), facts(engine, options))
+    if call.tools and tools.tags_are_hidden(engine.tokenizer):
+        call = replace(call, params=replace(call.params, skip_special_tokens=False))
     return call, _prepare(engine, [encode_chat(engine, call)], call, response_id, tenant)
 
 
@@ -56,6 +60,18 @@ def read_embedding(
     call = parse_embedding(from_json(body), facts(engine, options))
     prompts = [_encode(engine, prompt, "input") for prompt in call.prompts]
     return call, _prepare(engine, prompts, call, response_id, tenant)
+
+
+def read_response(
+    engine: Engine,
+    body: bytes,
+    response_id: str,
+    tenant: str = DEFAULT_TENANT,
+    options: ApiOptions = ApiOptions(),  # noqa: B008
+) -> tuple[ResponseCall, list["Submission"]]:
+    """The call and its one submission. Raises RequestError naming the field."""
+    call = parse_response(from_json(body), facts(engine, options))
+    return call, _prepare(engine, [encode_chat(engine, call.chat)], call.chat, response_id, tenant)
 
 
 def encode_chat(engine: Engine, call: ChatCall) -> list[int]:
@@ -118,6 +134,7 @@ def _prepare(
             request_id=name,
             priority=call.priority,
             tenant=tenant,
+            preemptible=call.preemptible,
             cache_salt=call.cache_salt,
             pooling=call.pooling if isinstance(call, EmbeddingCall) else None,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedjax.core.errors import RequestError
-from pagedjax.core.request import MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
+from pagedjax.core.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
 from pagedjax.core.structure import StructuredOutputsParams
 from serving import fields, shapes, tools
 from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
@@ -37,6 +37,7 @@ class CompletionCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    preemptible: bool = True
     cache_salt: str = ""
 
 
@@ -58,6 +59,7 @@ class ChatCall:
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    preemptible: bool = True
     cache_salt: str = ""
 
 
@@ -68,7 +70,7 @@ def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
     echo = given.get("echo", False)
     logprobs, prompt_logprobs = given.get("logprobs"), given.get("prompt_logprobs")
     score_only = echo and given.get("max_tokens") == 0
-    sampling = {name: given[name] for name in _SAMPLING if name in given} | {"logprobs": logprobs}
+    sampling = _sampling(given) | {"logprobs": logprobs}
     sampling["best_of"] = given.get("best_of")
     if score_only:
         sampling |= {"max_tokens": 1, "min_tokens": 0}
@@ -86,7 +88,7 @@ def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     """Raises RequestError naming the field."""
     given = _checked(body, CHAT, model)
     messages = read_messages(required(given, "messages"), model)
-    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    sampling = _sampling(given)
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
     callable_tools, choice, shape = _tools(given)
@@ -115,7 +117,7 @@ def _logit_bias(value: Any, name: str) -> dict[int, float]:
     return bias
 
 
-def _metadata(value: Any, name: str) -> dict[str, str]:
+def read_metadata(value: Any, name: str) -> dict[str, str]:
     pairs = record(value, name)
     if len(pairs) > 16 or any(len(key) > 64 for key in pairs):
         raise RequestError(f"{name} may have 16 keys of 64 characters", param=name)
@@ -167,12 +169,16 @@ _SAMPLING: dict[str, Check] = {
     "min_tokens": integer,
     "prompt_logprobs": integer,
     "skip_special_tokens": boolean,
+    "length_penalty": number,
+    "early_stopping": boolean,
 }
 _DELIVERY: dict[str, Check] = {
     "model": string,
     "stream": boolean,
     "stream_options": _stream_options,
     "priority": read_priority,
+    "preemptible": boolean,
+    "use_beam_search": boolean,
     "cache_salt": read_cache_salt,
     "user": string,
     **shapes.FIELDS,
@@ -194,7 +200,7 @@ CHAT: dict[str, Check] = {
     "top_logprobs": integer,
     "max_tokens": _at_least_one,
     "max_completion_tokens": _at_least_one,
-    "metadata": _metadata,
+    "metadata": read_metadata,
     "safety_identifier": string,
     "prompt_cache_key": string,
     "parallel_tool_calls": boolean,
@@ -231,6 +237,21 @@ def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[s
     return given
 
 
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams' fields. `use_beam_search` makes of `n` the number of beams, as in vLLM."""
+    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    if given.get("use_beam_search"):
+        if given.get("stream"):
+            raise RequestError("use_beam_search can't be streamed", param="stream")
+        if not 1 <= given.get("n", 1) <= MAX_BEAM_WIDTH:
+            message = f"n must lie in 1..{MAX_BEAM_WIDTH} with use_beam_search, not {given['n']}"
+            raise RequestError(message, param="n")
+        if not given.get("preemptible", True):
+            raise RequestError("preemptible false cannot be combined with use_beam_search", param="preemptible")
+        sampling["beam_width"] = given.get("n", 1)
+    return sampling
+
+
 def check_model(given: Mapping[str, Any], model: ModelFacts) -> None:
     """The model must be named, and be the one that is served."""
     name = required(given, "model")
@@ -244,6 +265,7 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
         "stream": given.get("stream", False),
         "include_usage": given.get("stream_options", False),
         "priority": given.get("priority", 0),
+        "preemptible": given.get("preemptible", True),
         "cache_salt": given.get("cache_salt", ""),
     }
 

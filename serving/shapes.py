@@ -9,7 +9,7 @@ from serving import fields
 from serving.fields import Check, boolean, known_fields, record, required, string
 
 # The fields below; a body that names one is read beside the event loop, since a grammar is compiled with it.
-MARKS = (b"response_format", b"structured_outputs", b"guided_", b"tools")
+MARKS = (b"response_format", b"structured_outputs", b"guided_", b"tools", b"json_schema")
 
 
 def response_format(value: Any, name: str) -> StructuredOutputsParams | None:

@@ -17,6 +17,7 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.structure import StructuredOutputsParams
 from serving import fields
 from serving.fields import Check, boolean, known_fields, record, required, string
+from serving.interfaces import Tokenizer
 
 ToolFormat = Literal["hermes", "llama3_json", "json"]
 FORMATS = get_args(ToolFormat)
@@ -176,6 +177,11 @@ def format_for(template: str) -> ToolFormat:
     if BEGIN in template or "tools" not in template:
         return "hermes"
     return "llama3_json" if "<|python_tag|>" in template or "ipython" in template else "json"
+
+
+def tags_are_hidden(tokenizer: Tokenizer) -> bool:
+    """Whether the tags around calls are special tokens, which text leaves out unless it is told not to."""
+    return any(tokenizer.token_text(token_id) in (BEGIN, END) for token_id in tokenizer.special_token_ids)
 
 
 def for_template(

@@ -2,12 +2,14 @@
 
 import argparse
 import builtins
+import io
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -218,6 +220,51 @@ def test_refused_question_is_dropped_and_the_chat_goes_on(monkeypatch, capsys):
     chat.converse(ask)
     assert log == [["one"], ["two"]]
     assert "too long (/reset starts anew)" in capsys.readouterr().err
+
+
+def test_a_piped_chat_says_by_its_status_that_a_question_was_refused(monkeypatch):
+    def ask(messages, write):
+        if "no" in messages[-1]["content"]:
+            raise RequestError("no")
+
+    for lines, passed in (("yes\n", True), ("no\nyes\n", False), ("a\udcffb\n", False)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert chat.converse(ask) is passed
+
+
+def test_a_chat_whose_reader_has_gone_stops_at_once(monkeypatch):
+    asked = []
+
+    def ask(messages, write):
+        asked.append(messages)
+        write("hello")
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            if text:
+                raise BrokenPipeError
+            return 0
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    monkeypatch.setattr("sys.stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        chat.converse(ask)
+    assert len(asked) == 1
+
+
+def test_remote_chat_refuses_sampling_that_no_server_takes_before_it_asks(capsys):
+    assert cli.run(["chat", "--url", "http://127.0.0.1:9", "--temperature", "9"]) == 1
+    assert "temperature" in capsys.readouterr().err
+
+
+def test_a_new_key_goes_to_the_terminal_and_its_entry_to_the_file(capsys):
+    assert cli.run(["keys", "al.ice", "--tenant", "gold"]) == 0
+    out, err = capsys.readouterr()
+    (entry,) = tomllib.loads(out)["keys"]
+    assert (entry["name"], entry["tenant"], entry["role"]) == ("al.ice", "gold", "user")
+    key = err.split()[-1]
+    assert key.startswith("pj-") and key not in out
+    assert [cli.run(["keys", name]) for name in ("a\nb", 'al"ice', "a b", "")] == [2] * 4
 
 
 def test_unknown_chat_command_is_not_sent_to_the_model(monkeypatch, capsys):

@@ -213,16 +213,20 @@ def _key_source(path: str | None) -> Any:
 
 
 def _keys(args: argparse.Namespace) -> None:
-    """A new key on standard output, and its entry for the file, which tells nothing of it, below."""
+    """A new key on standard error, and its entry for the file, which tells nothing of it, on standard output."""
+    from pagedjax.core.tenants import is_tenant_name
     from serving import keys
 
     key = keys.new_key()
-    print(f"# The key, shown only once: {key}")
-    print(f'[[keys]]\nname = "{args.name}"\nhash = "{keys.shown_hash(key)}"')
-    print(f'tenant = "{args.tenant or args.name}"\nrole = "{args.role}"')
+    entry = {"name": args.name, "hash": keys.shown_hash(key), "tenant": args.tenant or args.name, "role": args.role}
+    for name in ("name", "tenant"):
+        if not is_tenant_name(entry[name]):
+            raise ConfigError(f"the {name} {entry[name]!r} must have 1 to 64 letters, digits and _ . : @ / -")
+    print("[[keys]]", *(f'{name} = "{value}"' for name, value in entry.items()), sep="\n")
+    print(f"The key, shown only once: {key}", file=sys.stderr)
 
 
-def _chat(args: argparse.Namespace) -> None:
+def _chat(args: argparse.Namespace) -> int:
     from pagedjax.cli import chat
 
     chosen = settings(args, ChatOptions)
@@ -240,7 +244,7 @@ def _chat(args: argparse.Namespace) -> None:
             raise ConfigError(f"{wrong} would set up an engine here, but --url names a server: drop one")
         answers = chat.remote(options.url, sampling, model=model, api_key=options.api_key)
     with answers as ask:
-        chat.converse(ask, system=options.system)
+        return 0 if chat.converse(ask, system=options.system) else 1
 
 
 def _engine_config(chosen: dict[str, Any]) -> Any:

@@ -23,9 +23,17 @@ Ask = Callable[[list[Message], Write], None]
 COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-def converse(ask: Ask, *, system: str | None = None) -> None:
-    """Read lines from standard input and answer each until the input ends. Prompts are shown on a terminal only."""
+class OutputClosed(Exception):
+    """Nobody reads standard output any more. (Not an OSError: those are the connection's.)"""
+
+
+def converse(ask: Ask, *, system: str | None = None) -> bool:
+    """Read lines from standard input and answer each until the input ends. Prompts are shown on a terminal only.
+
+    Gives False if a question was refused and nobody sat at a terminal to see it. Raises BrokenPipeError.
+    """
     on_terminal = sys.stdin.isatty()
+    num_refused = 0
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
@@ -34,13 +42,16 @@ def converse(ask: Ask, *, system: str | None = None) -> None:
     messages = list(opening)
     while (line := _read_line("\n> " if on_terminal else "")) is not None:
         if line in ("/quit", "/exit"):
-            return
+            break
         if line == "/reset":
             messages = list(opening)
         elif line.startswith("/"):
             print(f"Unknown command {line.split()[0]}. {COMMANDS}", file=sys.stderr)
         elif line:
+            num_messages = len(messages)
             messages = _turn(ask, [*messages, {"role": "user", "content": line}])
+            num_refused += len(messages) == num_messages
+    return on_terminal or not num_refused
 
 
 @contextmanager
@@ -59,7 +70,11 @@ def local(engine: Any, sampling: dict[str, Any]) -> Iterator[Ask]:
 def remote(
     url: str, sampling: dict[str, Any], *, model: str | None = None, api_key: str | None = None
 ) -> Iterator[Ask]:
-    """Answers from the server at `url` (with or without /v1), by its first model unless `model` names one."""
+    """Answers from the server at `url` (with or without /v1), by its first model unless `model` names one.
+
+    Raises ConfigError if none answers there, RequestError for sampling that no server takes.
+    """
+    SamplingParams(**sampling)
     url = url.rstrip("/").removesuffix("/v1")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
@@ -87,10 +102,16 @@ def _turn(ask: Ask, messages: list[Message]) -> list[Message]:
 
     def write(piece: str) -> None:
         answer.append(piece)
-        print(piece, end="", flush=True)
+        try:
+            print(piece, end="", flush=True)
+        except BrokenPipeError as error:
+            raise OutputClosed from error
 
     try:
+        _check_text(messages[-1]["content"])
         ask(messages, write)
+    except OutputClosed as error:
+        raise BrokenPipeError from error
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except RequestError as error:
@@ -99,6 +120,14 @@ def _turn(ask: Ask, messages: list[Message]) -> list[Message]:
         return messages[:-1]
     print(flush=True)
     return [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _check_text(text: str) -> None:
+    """Raises RequestError for bytes that are no UTF-8, which Python reads as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the line is not valid UTF-8 at character {error.start + 1}") from error
 
 
 def _read_line(prompt: str) -> str | None:

@@ -9,7 +9,14 @@ from pagedjax.core.blocks import BlockPool, share, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.forking import awaits_parent, parent_of, start_of_fork
 from pagedjax.core.parking import unpark
-from pagedjax.core.policy import come_to_run, is_reserved, num_blocks_promised, num_blocks_to_admit, order_of
+from pagedjax.core.policy import (
+    come_to_run,
+    is_reserved,
+    num_blocks_growing,
+    num_blocks_promised,
+    num_blocks_to_admit,
+    order_of,
+)
 from pagedjax.core.resuming import Start, start_fetch, start_of
 from pagedjax.core.state import Cause, Phase, Sequence, State, next_phase
 from pagedjax.core.tiers import Tiers
@@ -39,7 +46,7 @@ def admit(state: State, batch: Batch) -> State:
     for sequence in lines.in_rank_order(state.waiting, order.in_line):
         if slots <= 0 or budget == 0 or num_passed_over == MAX_PASSED_OVER:
             break
-        if state.suspects and batch.leaves_out(state, sequence.sequence_id):
+        if sequence.awaits_choice or (state.suspects and batch.leaves_out(state, sequence.sequence_id)):
             continue
         start = _start_of(state, batch, sequence, pool, tiers, running)
         if start is None:
@@ -52,7 +59,8 @@ def admit(state: State, batch: Batch) -> State:
             break
         num_idle = sum([block_id in pool.idle_tickets for block_id in start.blocks])
         num_needed = num_blocks_to_admit(sequence, order) - len(start.blocks)
-        if num_needed > pool.num_free - num_idle - num_promised:
+        num_growing = num_blocks_growing(sequence, running, order)
+        if num_needed + num_growing > pool.num_free - num_idle - num_promised:
             break
         if start.num_fetched and sequence.phase is Phase.SWAPPING_OUT:
             num_passed_over, slots, num_promised = num_passed_over + 1, slots - 1, num_promised + num_needed + num_idle

@@ -31,7 +31,9 @@ def step_failed(state: State, event: StepFailed) -> tuple[State, tuple[Effect, .
         if sequence.finish is None:
             tiers, more = park_without_device(tiers, sequence, state.config.block_size)
             effects += more
-        running.append(sequence._replace(num_in_flight=0, blocks=()))
+        # What the lost steps would have sampled is expected no more.
+        num_expected = sequence.num_tokens if sequence.num_in_flight else sequence.num_expected
+        running.append(sequence._replace(num_expected=num_expected, num_in_flight=0, blocks=()))
     here = {s.sequence_id for s in running if s.finish is None} | set(state.suspects)
     state = replace(
         state,

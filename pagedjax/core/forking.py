@@ -17,19 +17,24 @@ from pagedjax.core.state import Effect, Phase, Sequence, State
 from pagedjax.core.yielding import yields
 
 
-def add_children(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -> State:
-    """Let the forks that a finished plan asks for run beside their parents, or in their place."""
+def add_children(
+    state: State, plan: StepPlan, results: tuple[RowResult, ...], choices: tuple[RowResult, ...] = ()
+) -> State:
+    """Let the forks that a finished plan asks for, or a choice, run beside their parents, or in their place."""
     running = {s.sequence_id: s for s in state.running}
     pool, shared_tails = state.pool, state.shared_tails
-    for row, result in zip(plan.rows, results):
-        for fork in result.children:
+    unfinished = [row.sequence_id for row, result in zip(plan.rows, results) if result.children and not row.samples]
+    if unfinished:
+        raise SchedulerError(f"sequences {unfinished} cannot fork: these rows are not their last")
+    for result in results + choices:
+        for fork in result.children if result.sequence_id in running else ():
             if fork.sequence_id in running or fork.sequence_id in state.waiting.places:
                 raise SchedulerError(f"sequence {fork.sequence_id} is here already")
-            child = running[fork.sequence_id] = _child(running[row.sequence_id], row, fork, state.config)
+            parent = running[result.sequence_id]
+            child = running[fork.sequence_id] = child_of(parent, fork, state.config)
             pool = share(pool, child.blocks)
             # Room for the copies that come of it was never reserved.
-            parent = running[row.sequence_id]
-            running[row.sequence_id] = parent._replace(stay=parent.stay._replace(reserved=False))
+            running[result.sequence_id] = parent._replace(stay=parent.stay._replace(reserved=False))
             if child.num_computed % state.config.block_size:
                 shared_tails |= {child.blocks[-1]}
     in_rank_order = tuple(sorted(running.values(), key=lambda s: s.rank))
@@ -105,10 +110,11 @@ def start_of_fork(parent: Sequence, block_size: int, is_reserved: bool) -> Start
     return Start(blocks, parent.request.prompt_len - 1, writes=False, shared_tail=shared_tail)
 
 
-def _child(parent: Sequence, row: Row, fork: Fork, config: SchedulerConfig) -> Sequence:
-    if parent.phase is Phase.ABORTING or parent.num_in_flight or not row.samples:
+def child_of(parent: Sequence, fork: Fork, config: SchedulerConfig) -> Sequence:
+    """A sequence beside its parent, with its blocks, and with a last token of its own."""
+    if parent.phase is Phase.ABORTING or parent.num_in_flight:
         raise SchedulerError(f"sequence {parent.sequence_id} cannot fork: it has ended, or this row is not its last")
-    num_tokens = row.start + row.length + 1
+    num_tokens = parent.num_expected
     request = parent.request._replace(sequence_id=fork.sequence_id, fork_of=None)
     if num_tokens - request.prompt_len >= request.max_tokens:
         raise SchedulerError(f"sequence {fork.sequence_id} has all its tokens when it is forked")

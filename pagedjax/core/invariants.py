@@ -112,7 +112,8 @@ def _check_waiting(state: State) -> None:
         parked = sequence.sequence_id in state.tiers.parked
         assert parked or sequence.phase is Phase.WAITING, "a sequence that has not run is swapped"
         assert not sequence.blocks and not sequence.num_in_flight, "a waiting sequence holds blocks or is in a step"
-        assert sequence.num_expected == sequence.num_tokens, "a waiting sequence expects a token"
+        num_expected = sequence.num_tokens + sequence.awaits_choice
+        assert sequence.num_expected == num_expected, "a waiting sequence expects a token"
 
 
 def _check_running(state: State) -> None:

@@ -55,7 +55,7 @@ def back_in_line(sequence: Sequence, now_us: int) -> Sequence:
     """The sequence with its tokens but without its blocks: what is left of them, `tiers.parked` says."""
     return sequence._replace(
         phase=Phase.WAITING,
-        num_expected=sequence.num_tokens,
+        num_expected=sequence.num_tokens + sequence.awaits_choice,
         num_computed=0,
         num_planned=0,
         num_cached=0,

@@ -117,8 +117,9 @@ def phase_of(tiers: Tiers, sequence_id: int) -> Phase:
 
 
 def _num_kept(sequence: Sequence) -> int:
-    """Computed tokens that are of use to it later: the last one's logits are needed to sample the next."""
-    return min(sequence.num_computed, sequence.num_tokens - 1)
+    """Computed tokens that are of use to it later: the last one's logits are needed to sample the next, unless that
+    only awaits a choice."""
+    return min(sequence.num_computed, sequence.num_tokens - (not sequence.awaits_choice))
 
 
 def _pays_to_swap(pool: BlockPool, tiers: Tiers, sequence: Sequence, config: SchedulerConfig) -> bool:

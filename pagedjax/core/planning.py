@@ -12,6 +12,7 @@ from immutables import Map
 from pagedjax.core.admission import admit
 from pagedjax.core.batch import Batch, plan_row
 from pagedjax.core.blocks import BlockPool, take
+from pagedjax.core.choosing import give_way, is_stuck
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.forking import with_own_tail, writes_shared_tail
 from pagedjax.core.leaving import drain
@@ -35,8 +36,18 @@ from pagedjax.core.yielding import make_way, yields
 def plan_step(state: State) -> tuple[State, tuple[Effect, ...]]:
     """Plan the next step, or nothing if there is nothing to compute.
 
-    A suspect of a failed step runs alone. If it cannot run yet, the others do, without it.
+    While all that run only await a choice and nobody in line can come to run, they give way one by one.
     """
+    state, effects = _plan_with_suspects(state)
+    while is_stuck(state):
+        state, given = give_way(state)
+        state, more = _plan_with_suspects(state)
+        effects += given + more
+    return state, effects
+
+
+def _plan_with_suspects(state: State) -> tuple[State, tuple[Effect, ...]]:
+    """A suspect of a failed step runs alone. If it cannot run yet, the others do, without it."""
     if not state.suspects:
         return _plan(state, None)
     if state.in_flight:

@@ -144,28 +144,48 @@ def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
 
 def is_reserved(sequence: Sequence, config: SchedulerConfig) -> bool:
     """Whether room for all that a sequence may need is to be kept from its admission on, so that it is never
-    preempted."""
-    return not (config.enable_preemption and sequence.request.preemptible)
+    preempted. Not of beams: what their forks will need is not known, and each must be able to give way to the others.
+    """
+    request = sequence.request
+    return not (request.needs_confirmation or (config.enable_preemption and request.preemptible))
 
 
 def num_blocks_to_admit(sequence: Sequence, order: Order) -> int:
     """Blocks that must be there before a sequence is (re)admitted, never more than it can use.
 
-    Its whole context and one block of headroom, so that it is not preempted again at its next token; if conservative,
-    as many as it is likely to need; if it is not to be preempted, all.
+    Its whole context and one block of headroom, or a chunk if it comes back, so that it is not preempted again at its
+    next token; if conservative, as many as it is likely to need; if it is not to be preempted, all.
     """
     config, most = order.config, max(sequence.max_len, sequence.num_tokens)
     if is_reserved(sequence, config):
         return num_blocks_for(most, config.block_size)
-    num_tokens = sequence.num_tokens + config.block_size
+    num_tokens = sequence.num_tokens + max(config.block_size, num_tokens_ahead(sequence, config))
     if config.preemption_mode == "conservative":
         num_tokens = max(num_tokens, _expected_len(sequence, order))
     return num_blocks_for(min(num_tokens, most), config.block_size)
 
 
-def num_blocks_promised(running: Rows[Sequence], order: Order) -> int:
+def num_tokens_ahead(sequence: Sequence, config: SchedulerConfig) -> int:
+    """What one that was preempted must be able to compute once it is back: a chunk, or its rest."""
+    if not sequence.stay.num_served:
+        return 0
+    return min(config.min_execution_chunk, max(0, sequence.max_len - sequence.num_tokens))
+
+
+def num_blocks_growing(sequence: Sequence, running: Rows[Sequence], order: Order) -> int:
+    """Blocks that those who run may take while a preempted sequence that comes back computes its chunk.
+
+    They must be there beside its own: what comes back ranks low, so the next shortage would be at its expense. While a
+    swapped one is fetched they go on, as long again, it is assumed.
+    """
+    num_ahead = num_tokens_ahead(sequence, order.config) * (1 if sequence.phase is Phase.WAITING else 2)
+    return num_blocks_promised(running, order, num_ahead) - num_blocks_promised(running, order) if num_ahead else 0
+
+
+def num_blocks_promised(running: Rows[Sequence], order: Order, num_ahead: int = 0) -> int:
     """Blocks that running sequences still lack and that nobody may be admitted to: those of a prompt whose later chunks
-    have not been planned yet, those of the expected length if conservative, and those reserved."""
+    have not been planned yet, those of the expected length if conservative, those reserved, and those for `num_ahead`
+    tokens more."""
     config = order.config
     num_promised = 0
     for sequence in running:
@@ -177,6 +197,8 @@ def num_blocks_promised(running: Rows[Sequence], order: Order) -> int:
                 num_tokens = max(sequence.num_expected, min(_expected_len(sequence, order), sequence.max_len))
             elif sequence.num_expected - sequence.num_planned > 1 or sequence.phase is Phase.FETCHING:
                 num_tokens = sequence.num_expected
+            if num_ahead:
+                num_tokens = max(num_tokens, min(sequence.num_expected + num_ahead, sequence.max_len))
             num_promised += max(0, num_blocks_for(num_tokens, config.block_size) - len(sequence.blocks))
     return num_promised
 

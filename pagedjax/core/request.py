@@ -12,6 +12,8 @@ from pagedjax.core.tenants import DEFAULT_TENANT
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+# Of each beam the MAX_LOGPROBS likeliest tokens are known; half of them may end it.
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300
@@ -57,11 +59,19 @@ class SamplingParams:
     the `n` with the highest log-probability per token come out, the best first, once all have ended. With
     `structured_outputs` the output has that shape, and ends where nothing may follow.
 
+    With `beam_width` that many beams are searched, and all come out (`n` is then `beam_width`), the best first: by
+    log-probability / length ** `length_penalty`, the length in tokens of output. The search ends once no running beam
+    can still come before those that have ended; with `early_stopping` as soon as `beam_width` have. It goes by the
+    model's own distribution, so what would change that is refused.
+
     Raises RequestError, with the field's name, for a value out of range.
     """
 
     n: int = 1
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -90,6 +100,7 @@ class SamplingParams:
             raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
         _check_numbers(self)
+        _check_beams(self)
         _check_stops(self)
         _check_logit_bias(self)
 
@@ -151,7 +162,12 @@ def _entries(params: SamplingParams, name: str) -> tuple[Any, ...]:
 
 def _check_numbers(params: SamplingParams) -> None:
     _integer(params, "n", 1, MAX_N)
-    _integer(params, "best_of", params.n, MAX_N, optional=True)
+    _integer(params, "best_of", 1, MAX_N, optional=True)
+    if params.num_samples < params.n:
+        message = f"best_of must be at least n, which is {params.n}, not {params.best_of}"
+        raise RequestError(message, param="best_of")
+    _integer(params, "beam_width", 1, MAX_BEAM_WIDTH, optional=True)
+    _number(params, "length_penalty", -10.0, 10.0)
     _number(params, "temperature", 0.0, 2.0)
     _number(params, "top_p", 0.0, 1.0, above=True)
     _integer(params, "top_k", -1, None)
@@ -164,13 +180,42 @@ def _check_numbers(params: SamplingParams) -> None:
     _integer(params, "min_tokens", 0, None)
     _integer(params, "logprobs", 0, MAX_LOGPROBS, optional=True)
     _integer(params, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
-    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "early_stopping"):
         if not isinstance(getattr(params, name), bool):
             raise RequestError(f"{name} must be true or false", param=name)
     if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
         raise RequestError("structured_outputs must be StructuredOutputsParams", param="structured_outputs")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
+
+
+def _check_beams(params: SamplingParams) -> None:
+    if params.beam_width is None:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(params, name) != neutral:
+                raise RequestError(f"{name} is for beam search only", param=name)
+        return
+    for name, neutrals in _NEUTRAL_FOR_BEAMS.items():
+        if getattr(params, name) not in neutrals:
+            raise RequestError(f"{name} {getattr(params, name)!r} cannot be combined with beam search", param=name)
+    if params.n not in (1, params.beam_width):
+        raise RequestError(f"n {params.n} must be the beam width, {params.beam_width}", param="n")
+    object.__setattr__(params, "n", params.beam_width)
+
+
+# What leaves the model's distribution as it is. (A temperature of 0 is what others ask for with beam search.)
+_NEUTRAL_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None,),
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": (None,),
+    "structured_outputs": (None,),
+}
 
 
 def _check_stops(params: SamplingParams) -> None:

@@ -11,6 +11,7 @@ from typing import assert_never
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import make_pool, register
+from pagedjax.core.choosing import choose
 from pagedjax.core.config import FIXED, SchedulerConfig, num_blocks_for
 from pagedjax.core.errors import ConfigError, SchedulerError
 from pagedjax.core.failing import step_failed, without_cleared
@@ -149,6 +150,11 @@ def refusal(state: State, request: Request) -> Reject | None:
     return _queue_refusal(state, request)
 
 
+def refused_param(state: State, request: Request) -> str:
+    """The field to blame for a refusal: what the request asks for beyond its prompt, if that alone would be taken."""
+    return "prompt" if refusal(state, request._replace(max_tokens=1)) else "max_tokens"
+
+
 def _queue_refusal(state: State, request: Request) -> Reject | None:
     """Why the request must not be queued: the line, or its tenant's share of it, has no room."""
     config, waiting = state.config, state.waiting
@@ -205,11 +211,12 @@ def _step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]
     )
     if state.suspects:
         state = replace(state, suspects=without_cleared(state.suspects, plan, event.results))
-    if not any(map(_CHILDREN, event.results)):
+    if not event.choices and not any(map(_CHILDREN, event.results)):
         return drain(state)
-    state, effects = drain(add_children(state, plan, event.results))
-    state, more = leave_for_slots(state, event.results)
-    return state, effects + more
+    state, effects = choose(state, event.choices)
+    state, drained = drain(add_children(state, plan, event.results, event.choices))
+    state, more = leave_for_slots(state, event.results + event.choices)
+    return state, effects + drained + more
 
 
 def _refunded(state: State, plan: StepPlan) -> Tenants:
@@ -253,7 +260,9 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
         num_tokens += num_accepted
         if num_accepted != samples or end is not None or num_tokens - request.prompt_len >= request.max_tokens:
-            phase, finish = next_phase(phase, Cause.FINISH), _reason(sequence, row, result)
+            awaits_choice = request.needs_confirmation and not num_accepted and end is None
+            if not awaits_choice:
+                phase, finish = next_phase(phase, Cause.FINISH), _reason(sequence, row, result)
         if new_names and stay.named:
             names += new_names
             _check_names(sequence, len(names), num_tokens // config.block_size)

@@ -133,6 +133,11 @@ class Sequence(NamedTuple):
         return self.request.priority, self.arrival_us, self.request.sequence_id
 
     @property
+    def awaits_choice(self) -> bool:
+        """Whether its last row ended without a token, which the host is to choose once it has heard others (beams)."""
+        return self.num_expected > self.num_tokens and self.num_in_flight == 0 and self.request.needs_confirmation
+
+    @property
     def max_len(self) -> int:
         """The most tokens whose keys and values it can ever need: the last sampled one is never computed."""
         return self.request.prompt_len + self.request.max_tokens - 1
@@ -227,11 +232,15 @@ class StepDue:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The oldest plan in flight is done; `results` are in its row order."""
+    """The oldest plan in flight is done; `results` are in its row order.
+
+    `choices` are what sequences that await a choice get now, whose rows were done before: see `core.choosing`.
+    """
 
     plan_id: int
     results: tuple[RowResult, ...]
     now_us: int
+    choices: tuple[RowResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pagedjax.core.policy import (
     Order,
     excess_blocks,
     num_blocks_coming,
+    num_blocks_growing,
     num_blocks_promised,
     num_blocks_to_admit,
     waited_us,
@@ -59,6 +60,8 @@ def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[
     num_blocks: int | None = None
     candidates: list[int] | None = None
     for waiter in lines.in_rank_order(state.waiting, order.in_line):
+        if waiter.awaits_choice:
+            continue
         grade = order.grade_in_line(waiter)
         if grade >= worst or not _may_preempt(waiter, grade, order):
             break
@@ -67,9 +70,9 @@ def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[
             num_blocks = state.pool.num_free - num_blocks_promised(running, order)
         num_needed = _num_needed(state, waiter, order)
         victims: list[int] | None = []
-        if num_slots < 1 or num_needed > num_blocks:
+        if num_slots < 1 or num_needed + num_blocks_growing(waiter, running, order) > num_blocks:
             candidates = _candidates(running, order, grade) if candidates is None else candidates
-            victims = _victims(state, order, running, candidates, grade, num_slots, num_blocks, num_needed)
+            victims = _victims(state, order, running, candidates, waiter, num_slots, num_blocks, num_needed)
         if victims is None:
             break
         for index in victims:
@@ -109,15 +112,22 @@ def _victims(
     order: Order,
     running: list[Sequence],
     candidates: list[int],
-    grade: Grade,
+    waiter: Sequence,
     num_slots: int,
     num_blocks: int,
     num_needed: int,
 ) -> list[int] | None:
     """Who must yield so that one sequence more gets a slot and its blocks; None if all who may are too few."""
-    trial, victims = list(running), list[int]()
+    trial, victims, grade = list(running), list[int](), order.grade_in_line(waiter)
+
+    def are_too_few() -> bool:
+        if num_slots + len(victims) < 1:
+            return True
+        num_free = num_blocks + num_blocks_coming(trial, state.pool)
+        return num_needed + num_blocks_growing(waiter, trial, order) > num_free
+
     left = [i for i in candidates if running[i].phase is Phase.RUNNING and order.grade(running[i]) > grade]
-    while num_slots + len(victims) < 1 or num_needed > num_blocks + num_blocks_coming(trial, state.pool):
+    while are_too_few():
         if not left:
             return None
         victims.append(left.pop(0))

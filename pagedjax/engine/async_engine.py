@@ -150,6 +150,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        preemptible: bool = True,
         cache_salt: str = "",
         pooling: Pooling | None = None,
     ) -> Submission:
@@ -162,6 +163,7 @@ class AsyncEngine:
             request_id=request_id,
             priority=priority,
             tenant=tenant,
+            preemptible=preemptible,
             cache_salt=cache_salt,
             pooling=pooling,
         )
@@ -190,10 +192,15 @@ class AsyncEngine:
 
     def is_ready(self) -> bool:
         """Whether a new request would be taken: not while it loads, drains, is broken, or its line is full."""
-        if self._engine is None or self._draining or self._failure is not None:
+        is_open = self._engine is not None and not self._draining and self._failure is None
+        return is_open and not self.is_full()
+
+    def is_full(self) -> bool:
+        """Whether the line has no room for a new request. A broken engine has no line any more."""
+        if self._engine is None or self._failure is not None:
             return False
         waiting, limits = self._engine.state.waiting, self._engine.state.config
-        return len(waiting) < limits.max_queued_requests and waiting.num_tokens < limits.max_queued_tokens
+        return len(waiting) >= limits.max_queued_requests or waiting.num_tokens >= limits.max_queued_tokens
 
     def is_alive(self) -> bool:
         """Whether the step loop lives, and steps advance while there is work."""
@@ -288,7 +295,7 @@ class AsyncEngine:
         """Carry out the commands that have come; wait for one if there is nothing else to do. False to end."""
         while True:
             try:
-                command = self._commands.get(timeout=None if not engine.has_work else 0)
+                command = self._commands.get(timeout=None if engine.is_idle else 0)
             except queue.Empty:
                 return True
             if command is None:

@@ -5,8 +5,10 @@ Every field is a flag of `pagedjax serve`, a keyword of `LLM(...)` and a TOML ke
 
 import os
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pagedjax.core.config import PreemptionMethod, PreemptionMode, PreemptionStrategy, SchedulerConfig, parse_weights
 from pagedjax.core.errors import ConfigError
@@ -80,6 +82,7 @@ class EngineConfig:
     record: str | None = _option(None, "device", "file to which every event of the scheduler goes; see pagedjax replay")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _ = self.runtime
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}; set --dtype")
@@ -173,6 +176,29 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
         compilation_cache_dir=config.compilation_cache_dir or str(home_directory() / "compiled"),
         **config.policy,
     )
+
+
+_HINTS = get_type_hints(EngineConfig)
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+}
+
+
+def _check_types(config: EngineConfig) -> None:
+    """Raises ConfigError, naming the flag, for a value of another type than its field's."""
+    for name, hint in _HINTS.items():
+        value = getattr(config, name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if value is None and NoneType in kinds:
+            continue
+        kind = str if get_origin(kinds[0]) is Literal else kinds[0]
+        allowed, words = _KINDS[kind]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{name} must be {words}, not {value!r}; set {flag}")
 
 
 def _or(value: int | None, automatic: int) -> int:

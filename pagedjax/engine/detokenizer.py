@@ -7,6 +7,7 @@ Pratt, 1977), so what is found does not depend on where tokens end.
 
 import codecs
 from collections.abc import Iterable
+from copy import copy
 
 from pagedjax.engine.tokenizer import Tokenizer
 
@@ -37,6 +38,14 @@ class Detokenizer:
         self._include_stop = include_stop_str_in_output
         self._num_unmatched_tokens = min_tokens
         self._held = ""
+
+    def copy(self) -> "Detokenizer":
+        """Another one, which goes on from here."""
+        other = copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        other._matchers = [copy(matcher) for matcher in self._matchers]
+        return other
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became certain with `token_ids`; empty once `stopped`."""

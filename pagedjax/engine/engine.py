@@ -15,7 +15,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
-from pagedjax.core.scheduler import init, refusal, update
+from pagedjax.core.scheduler import init, refusal, refused_param, update
 from pagedjax.core.state import (
     Aborted,
     Arrived,
@@ -31,6 +31,7 @@ from pagedjax.core.state import (
     SwapOut,
 )
 from pagedjax.core.tenants import DEFAULT_TENANT
+from pagedjax.engine.beams import Beams, make_beams
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.device import Device
@@ -77,12 +78,18 @@ class Engine:
         self._updates: list[Update] = []
         self._decided_us: dict[int, int] = {}
         self._switches_us: list[int] = []
+        self._heard: list[tuple[Group, Beams]] = []  # whose beams the step that is collected contains
         self._next_sequence_id = 0
         self._num_recompiles = runner.recompiles
 
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do: copies may be on their way to a lower tier when all requests have ended."""
+        return not self._live and not self.state.tiers.transfers
 
     def prepare(
         self,
@@ -122,7 +129,9 @@ class Engine:
             refused = refusal(self.state, request.for_scheduler(0))
             if refused is not None:
                 self.metrics.requests.labels("refused").inc()
-                raise RequestError(refused.message, param="prompt", code=refused.code)
+                self.metrics.tenants.count_refused(request.tenant)
+                param = refused_param(self.state, request.for_scheduler(0))
+                raise RequestError(refused.message, param=param, code=refused.code)
 
     def add(self, request: Submission) -> None:
         """Queue a request. Raises RequestError, and leaves nothing behind, if it can never run or the queue is full."""
@@ -133,7 +142,8 @@ class Engine:
             group.candidates = [CompletionOutput(i, logprobs=[]) for i in range(request.params.num_samples)]
         self._groups[request.request_id] = group
         try:
-            for index in range(request.params.num_samples):
+            # Beams come of one sequence.
+            for index in range(1 if request.params.beam_width else request.params.num_samples):
                 self._add_sequence(group, index)
         except RequestError:
             self.abort(request.request_id)
@@ -149,11 +159,13 @@ class Engine:
             self._send(Aborted(live.sequence_id, self._now_us()))
 
     def abort_all(self) -> None:
-        """Drop every request and wait for the steps in flight."""
+        """Drop every request and wait for the steps and the transfers in flight."""
         for request_id in list(self._groups):
             self.abort(request_id)
         while self._device.num_in_flight:
             self.step()
+        while self.state.tiers.transfers:
+            self._end_transfers(_IDLE_WAIT_S)
 
     def step(self) -> list[Update]:
         """Plan and dispatch what may be in flight, wait for the oldest step, and give what it brought.
@@ -195,10 +207,14 @@ class Engine:
         plan = self.state.in_flight[0]
         now_us = self._now_us()
         results = tuple([self._take_row(row, result, place, now_us) for place, row in enumerate(plan.rows)])
-        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in results]))
+        chosen = self._choose_beams(now_us) if self._heard else {}
+        if chosen:
+            results = tuple([chosen.pop(row.sequence_id, row) for row in results])
+        choices = tuple(chosen.values())
+        self.metrics.generation_tokens.inc(sum([row.num_accepted for row in (*results, *choices)]))
         self._sample_deferred()
         processed = time.perf_counter()
-        self._send(StepDone(plan.plan_id, results, self._now_us()))
+        self._send(StepDone(plan.plan_id, results, self._now_us(), choices))
         self._count_step(plan, wait=collected - started, process=processed - collected)
 
     def _start_over(self, error: Exception) -> None:
@@ -241,9 +257,12 @@ class Engine:
                     self._forget(self._live.pop(sequence_id), reason)
                 case Reject(sequence_id, code, message):
                     self.runner.tokens.drop(sequence_id)
-                    self._forget(self._live.pop(sequence_id))
+                    live = self._live.pop(sequence_id)
+                    self.metrics.tenants.count_refused(live.group.submission.tenant)
+                    self._forget(live)
                     self.metrics.requests.labels("refused").inc()
-                    raise RequestError(message, param="prompt", code=code)
+                    param = refused_param(self.state, live.group.submission.for_scheduler(sequence_id))
+                    raise RequestError(message, param=param, code=code)
                 case _:
                     self._device.carry_out(effect)
 
@@ -296,17 +315,20 @@ class Engine:
         self.metrics.cached_tokens.inc(row.start)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = row.start
-            self.metrics.queue_time.observe((now_us - group.arrival_us) / 1e6)
+            wait_s = (now_us - group.arrival_us) / 1e6
+            self.metrics.queue_time.observe(wait_s)
+            self.metrics.tenants.observe_wait(group.submission.tenant, wait_s)
             self.metrics.prompt_tokens.inc(prompt_len)
 
     def _add_sequence(self, group: Group, index: int) -> None:
-        request, sequence_id = group.submission, self._next_sequence_id
-        self._next_sequence_id += 1
+        request, sequence_id = group.submission, self._new_sequence_id()
         params = request.params
         if index > 0 and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
         if group.candidates is not None and params.logprobs is None:
             params = replace(params, logprobs=0)  # they say which samples are the best
+        if params.beam_width is not None:
+            params = replace(params, logprobs=params.logprobs or 0, temperature=0.0)
         # Every prompt token must be computed to be scored or averaged, so such a sequence takes nothing from the prefix
         # cache. Its forks share its blocks, and so have no names for them either.
         is_named = request.params.prompt_logprobs is None and request.pooling != "mean"
@@ -325,6 +347,8 @@ class Engine:
         self._num_structured += live.grammar is not None
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
+        if params.beam_width is not None:
+            group.beams = make_beams(live, request.params, self.tokenizer)
         self.runner.tokens.add(
             sequence_id,
             request.prompt_token_ids,
@@ -337,6 +361,10 @@ class Engine:
         # No step comes between the arrivals of a request's sequences, so the first one is still there.
         fork_of = sequence_id - index if index > 0 else None
         self._send(Arrived(request.for_scheduler(sequence_id, fork_of), hashes, group.arrival_us))
+
+    def _new_sequence_id(self) -> int:
+        self._next_sequence_id += 1
+        return self._next_sequence_id - 1
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
         return Detokenizer(
@@ -354,7 +382,7 @@ class Engine:
             self.metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
         self._take_prompt_logprobs(live, result, place)
-        if place in result.pooled:
+        if result.pooled and place in result.pooled:
             live.pooled += result.pooled[place]
             live.num_pooled = row.start + row.length
         if not row.samples:
@@ -365,6 +393,11 @@ class Engine:
         if result.faulty[place]:
             self.metrics.faulty_rows.inc()
             return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
+        if live.group.beams is not None:
+            assert result.logprobs is not None
+            live.group.beams.hear(row.sequence_id, result.logprobs, place)
+            self._heard.append((live.group, live.group.beams))
+            return RowResult(row.sequence_id, 0)
         try:
             pooling = live.group.submission.pooling
             delta = self._delta(live, token_id, result, place) if pooling is None else self._pooled_delta(live)
@@ -379,6 +412,34 @@ class Engine:
             self.metrics.e2e.observe((now_us - live.group.arrival_us) / 1e6)
         named = new_hash(live, self.runner.tokens.get(row.sequence_id), self.state.config.block_size)
         return RowResult(row.sequence_id, 1, delta.finish_reason, named)
+
+    def _choose_beams(self, now_us: int) -> dict[int, RowResult]:
+        """What becomes of the beams of each group of which this step has brought the last."""
+        chosen: dict[int, RowResult] = {}
+        for group, beams in self._heard:
+            if not beams.have_all_been_heard():
+                continue
+            chosen |= beams.choose(self.runner.tokens, self._new_sequence_id, self.state.config.block_size)
+            for sequence_id, beam in beams.beams.items():
+                self._live[sequence_id] = group.members[sequence_id] = beam.live
+            if not beams.beams:
+                self._end_beams(group, beams, now_us)
+        self._heard.clear()
+        return chosen
+
+    def _end_beams(self, group: Group, beams: Beams, now_us: int) -> None:
+        try:
+            deltas = beams.deltas()
+        except EngineError as error:
+            self.metrics.requests.labels("error").inc()
+            self._updates.append(Update(group.submission.request_id, None, error=error))
+            return
+        self.metrics.ttft.observe((now_us - group.arrival_us) / 1e6)
+        self.metrics.e2e.observe((now_us - group.arrival_us) / 1e6)
+        for delta in deltas:
+            self.metrics.requests.labels(delta.finish_reason).inc()
+            update = Update(group.submission.request_id, delta, group.num_cached_tokens or 0, group.prompt_logprobs)
+            self._updates.append(update)
 
     def _give(self, group: Group, delta: Delta) -> None:
         """Tell the caller; where only the best samples come out, once all have ended."""

@@ -1,6 +1,7 @@
 """What the engine remembers of sequences that have not finished, beside their tokens."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +13,14 @@ from pagedjax.engine.outputs import TokenLogprobs
 from pagedjax.engine.submission import Submission
 from pagedjax.runtime.tokens import SequenceTokens
 
+if TYPE_CHECKING:
+    from pagedjax.engine.beams import Beams
+
 
 @dataclass(slots=True)
 class Group:
     """A request: its sequences. `prompt_logprobs` begins with None, for the token that nothing precedes. `candidates`
-    are its samples so far, where only the best are to come out."""
+    are its samples so far, where only the best are to come out, `beams` its beams, where it has some."""
 
     submission: Submission
     arrival_us: int
@@ -24,6 +28,7 @@ class Group:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     candidates: list[CompletionOutput] | None = None
+    beams: "Beams | None" = None
     embedding: np.ndarray | None = None
 
 

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from pagedjax.core.plan import Tier
 from pagedjax.core.state import State
 from pagedjax.core.tiers import pool_of
+from pagedjax.engine.tenant_metrics import TenantMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -46,6 +47,7 @@ class EngineMetrics:
         self.step_tokens = self._histogram("pagedjax_step_tokens", "Tokens in a step.", _TOKENS)
         self.step_time = self._counter("pagedjax_step_time_seconds", "Time of the step loop, by phase.", "phase")
         self.queue_time = self._histogram("pagedjax_request_wait_time_seconds", "Arrival to first step.", _LATENCY_S)
+        self.tenants = TenantMetrics(self.registry, state, _LATENCY_S)
         self.state_save_time = self._histogram(
             "pagedjax_state_save_time_seconds", "Blocks gathered to blocks in their tier.", _SWITCH_S
         )

@@ -18,7 +18,10 @@ class EngineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence of a request gained in one step. `logprobs` has one entry a token, where asked for."""
+    """What one sequence of a request gained in one step. `logprobs` has one entry a token, where asked for.
+
+    `cumulative_logprob` is that of the whole sequence, where it is known without them (beams).
+    """
 
     index: int
     text: str
@@ -26,6 +29,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
 
 
 class Update(NamedTuple):
@@ -84,6 +88,8 @@ def add_delta(completion: CompletionOutput, delta: Delta) -> None:
         completion.logprobs.extend(delta.logprobs)
         gained = sum(entry[token].logprob for token, entry in zip(delta.token_ids, delta.logprobs, strict=True))
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + gained
+    if delta.cumulative_logprob is not None:
+        completion.cumulative_logprob = delta.cumulative_logprob
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
 
 
@@ -92,10 +98,11 @@ def best_of(candidates: list[CompletionOutput], params: SamplingParams) -> list[
     index 0, and the earlier of equals goes first."""
     ranked = sorted(candidates, key=lambda c: -(c.cumulative_logprob or 0.0) / len(c.token_ids))
     return [
-        _as_delta(index, c, shows_logprobs=params.logprobs is not None) for index, c in enumerate(ranked[: params.n])
+        as_delta(index, c, shows_logprobs=params.logprobs is not None) for index, c in enumerate(ranked[: params.n])
     ]
 
 
-def _as_delta(index: int, whole: CompletionOutput, *, shows_logprobs: bool) -> Delta:
+def as_delta(index: int, whole: CompletionOutput, *, shows_logprobs: bool) -> Delta:
+    """A whole output at once."""
     logprobs = tuple(whole.logprobs or ()) if shows_logprobs else None
     return Delta(index, whole.text, tuple(whole.token_ids), logprobs, whole.finish_reason, whole.stop_reason)

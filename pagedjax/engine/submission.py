@@ -50,6 +50,7 @@ class Submission(NamedTuple):
             self.params.max_tokens or 1,
             self.priority,
             fork_of,
+            needs_confirmation=self.params.beam_width is not None,
             tenant=self.tenant,
             preemptible=self.preemptible,
         )
@@ -78,6 +79,8 @@ def submission(
         raise RequestError(f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
     if not is_tenant_name(tenant):
         raise RequestError("tenant must be a name of 1 to 64 letters, digits and _ . : @ / -", param="tenant")
+    if params.beam_width is not None and not preemptible:
+        raise RequestError("preemptible false cannot be combined with beam search", param="preemptible")
     if isinstance(prompt, str):
         token_ids, text = tokenizer.encode(prompt, max_len=config.max_model_len), prompt
     else:

@@ -1,7 +1,7 @@
 """Host-side token ids of every live sequence: the prompt, then the tokens accepted so far."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,13 @@ class TokenTable:
         self._sequences[sequence_id] = entry
         if pooling is not None:
             self.pooling_ids.add(sequence_id)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Take in a sequence that goes on where its parent is now."""
+        parent = self.get(parent_id)
+        if child_id in self._sequences:
+            raise SchedulerError(f"sequence {child_id} is already in the token table")
+        self._sequences[child_id] = replace(parent, ids=parent.ids.copy())
 
     def append(self, sequence_id: int, token_id: int) -> None:
         """Add an accepted token."""

@@ -128,7 +128,9 @@ class ProgressBar:
             self.close()
             self._phase = phase
             unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if phase in BYTE_PHASES else {}
-            self._bar = tqdm(total=total, desc=f"{self._name}: {phase}", **unit)
+            # A bar that goes to a log is drawn anew for each line there.
+            seldom = {} if sys.stderr.isatty() else {"mininterval": 10.0}
+            self._bar = tqdm(total=total, desc=f"{self._name}: {phase}", **unit, **seldom)
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:

@@ -134,7 +134,9 @@ class CountingRunner:
         del self.staged[effect.transfer_id]
 
     def poll_transfers(self, timeout_s: float = 0.0) -> list[Completion]:
-        self._under_way = {i: (left - 1, *rest) for i, (left, *rest) in self._under_way.items()}
+        self._under_way = {
+            i: (min(left, self.transfer_polls) - 1, *rest) for i, (left, *rest) in self._under_way.items()
+        }
         return [self._end(i) for i, (left, *_) in list(self._under_way.items()) if left <= 0]
 
     def _end(self, transfer_id: int) -> Completion:
@@ -151,8 +153,13 @@ class CountingRunner:
         """Whoever came later is less likely, if anybody wants to know."""
         if all(self.tokens.get(row.sequence_id).params.logprobs is None for row in plan.rows):
             return None
+        ones = np.ones(len(ids), np.int32)
+        if any(self.tokens.get(row.sequence_id).params.beam_width for row in plan.rows):
+            alternatives = (ids[:, None] + np.arange(3)) % VOCAB_SIZE  # the next letter, and the two behind it
+            logprobs = np.tile(np.array([-0.1, -0.1, -2.5, -3.5], np.float32), (len(ids), 1))
+            return Scores(np.concatenate([ids[:, None], alternatives], 1), logprobs, ones)
         logprobs = np.array([[-0.1 * row.sequence_id] for row in plan.rows], np.float32)
-        return Scores(ids[:, None], logprobs, np.ones(len(ids), np.int32))
+        return Scores(ids[:, None], logprobs, ones)
 
     def _run(self, row) -> int:
         """Write the row's tokens to its blocks, read its context from them, and sample."""

@@ -37,11 +37,28 @@ def test_a_value_out_of_range_is_refused_with_its_flag(fields, flag):
         EngineConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_num_seqs": "8"}, "max_num_seqs must be an integer, not '8'; set --max-num-seqs"),
+        ({"max_num_seqs": True}, "an integer"),
+        ({"swap_space": "much"}, "a number"),
+        ({"enable_prefix_caching": 1}, "true or false"),
+        ({"model": None}, "model must be a string"),
+        ({"dtype": 3}, "dtype must be a string"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_flag(fields, reason):
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(**fields)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
     resolved = resolve(EngineConfig(), CONFIG, platform=platform)
     automatic = {f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")}
     assert automatic <= {
+        "record",
         "served_model_name",
         "quantization",
         "kv_cache_memory",

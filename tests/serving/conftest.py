@@ -132,6 +132,8 @@ class FakeEngine:
         self.failure = failure or RuntimeError("secret detail of a crash")
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
         self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
+        self.preemptible = []
+        self.full = False
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
 
@@ -145,8 +147,20 @@ class FakeEngine:
     async def stop(self):
         self.stopped = True
 
-    def prepare(self, prompt, params, *, request_id=None, priority=0, tenant="default", cache_salt="", pooling=None):
+    def prepare(
+        self,
+        prompt,
+        params,
+        *,
+        request_id=None,
+        priority=0,
+        tenant="default",
+        preemptible=True,
+        cache_salt="",
+        pooling=None,
+    ):
         self.tenants.append(tenant)
+        self.preemptible.append(preemptible)
         self.salts.append(cache_salt)
         return FakeSubmission(prompt, params, request_id, priority)
 
@@ -168,7 +182,10 @@ class FakeEngine:
         return scheduler.update(state, StepDue(now_us=9))[0]
 
     def is_ready(self):
-        return self.ready and not self.draining
+        return self.ready and not self.draining and not self.full
+
+    def is_full(self):
+        return self.full
 
     def is_alive(self):
         return self.alive
@@ -250,7 +267,8 @@ def serving_of():
         thread = threading.Thread(target=server.serve_until_signal)
         thread.start()
         # Only the fake can be told to stay in its loading.
-        wait_for(lambda: server.started and (app.state.service.is_ready() or getattr(engine, "loading", False)))
+        service = app.state.service
+        wait_for(lambda: server.started and (service.readiness() == "ready" or getattr(engine, "loading", False)))
         try:
             yield server
         finally:

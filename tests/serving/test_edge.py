@@ -21,6 +21,7 @@ def test_the_id_in_the_body_is_that_of_the_header(client):
     [
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/models/", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/health/", 404),
         ("GET", "/v1/completions", 405),
@@ -106,6 +107,21 @@ def test_models_are_listed_and_found_by_name(client):
     (found,) = client.get("/v1/models").json()["data"]
     assert found == card | {"limits": found["limits"]}
     assert client.get("/v1/models/tiny").json() == found
+
+
+def test_models_with_a_slash_too_many_are_told_where_they_are(client):
+    assert "GET /v1/models lists" in client.get("/v1/models/").json()["error"]["message"]
+
+
+def test_ready_says_why_it_is_not(client, engine):
+    told = [client.get("/ready").json()["status"]]
+    engine.full = True
+    told.append(client.get("/ready").json()["status"])
+    engine.full, engine.ready = False, False
+    told.append(client.get("/ready").json()["status"])
+    client.app.state.service.drain()
+    told.append(client.get("/ready").json()["status"])
+    assert told == ["ready", "queue full", "not ready", "draining"]
 
 
 def test_health_is_the_engine_s_life_and_ready_its_will_to_take_requests(client, engine):

@@ -1,5 +1,6 @@
 """The app over the engine itself, on a device that counts: what a client does reaches the scheduler, and back."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
 from tests.engine.fakes import make_engine
 
@@ -46,6 +48,29 @@ def test_openai_s_client_is_answered_by_the_engine(serving_of, engine):
     assert [choice.text for choice in whole.choices] == ["defgh", "defgh", "DEFGH", "DEFGH"]
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (6, 20)
     assert streamed == "defgh"
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_beams_come_back_the_best_first(serving_of, engine, path):
+    wish = {"model": "counting", "max_tokens": 3, "n": 3, "use_beam_search": True, "temperature": 0}
+    asked = {"prompt": "abc"} if path == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    with serving_of(engine) as server:
+        answer = httpx.post(f"{server.url}/v1/{path}", json=wish | asked, timeout=30)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    found = [choice["text"] if path == "completions" else choice["message"]["content"] for choice in choices]
+    # The likeliest letter each time, and then one is skipped: of equals, what continues the best goes first.
+    assert found == ["def", "deg", "dfg"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert answer.json()["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize(("length_penalty", "texts"), [(-3, [" ", ""]), (3, [" ", " abc"])])
+def test_the_length_penalty_says_what_a_longer_answer_is_worth(serving_of, engine, length_penalty, texts):
+    wish = {"model": "counting", "prompt": "0123456789", "max_tokens": 4, "n": 2, "use_beam_search": True}
+    with serving_of(engine) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=wish | {"length_penalty": length_penalty}, timeout=30)
+    assert [choice["text"] for choice in answer.json()["choices"]] == texts
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
@@ -111,6 +136,23 @@ def test_refusals_of_the_scheduler_have_their_status(serving_of, options, fields
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("options", "fields", "param"),
+    [
+        ({"num_gpu_blocks_override": 4}, {"prompt": "a" * 10, "max_tokens": 40}, "max_tokens"),
+        ({"num_gpu_blocks_override": 4}, {"prompt": "a" * 30, "max_tokens": 30}, "prompt"),
+        ({}, {"prompt": "a" * 10, "max_tokens": 60}, "max_tokens"),
+        ({}, {"prompt": "a" * 64, "max_tokens": 1}, "prompt"),
+    ],
+)
+def test_what_the_cache_or_the_context_cannot_hold_is_blamed_on_the_prompt_only_if_it_is_too_long(
+    serving_of, options, fields, param
+):
+    with serving_of(make_async_engine(**options)) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_what_can_never_be_queued_is_told_how_much_can(serving_of):
     with serving_of(make_async_engine(max_queued_requests=3)) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": ["a", "b"], "n": 2}, timeout=30)
@@ -131,8 +173,10 @@ def test_a_full_queue_is_429(serving_of, wait_for):
         second = others.submit(httpx.post, url, json=LONG, timeout=60)
         wait_for(lambda: len(engine.state().waiting))
         third = httpx.post(url, json=LONG, timeout=60)
+        ready = httpx.get(f"{server.url}/ready")
     assert [answer.status_code for answer in (first.result(), second.result(), third)] == [200, 200, 429]
     assert third.headers["retry-after"]
+    assert (ready.status_code, ready.json()) == (503, {"status": "queue full"})
 
 
 def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine):
@@ -146,6 +190,7 @@ def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(servin
 PROCESS = """
 import sys
 from pagedjax import cli
+from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
 from tests.engine.fakes import make_engine
 
@@ -166,3 +211,26 @@ def test_the_process_leaves_with_status_0_at_a_signal(sent):
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_an_idle_engine_brings_its_transfers_to_their_end(wait_for):
+    """Nobody asks for anything any more, and the copies of a request that has ended are still on their way."""
+    inner = make_engine(num_gpu_blocks_override=12, num_host_blocks=40, preemption_method="swap")
+    inner.runner.transfer_polls = 10**9
+    engine = AsyncEngine(inner.config, lambda config: inner)
+
+    async def go():
+        await engine.start()
+        wish = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        streams = [engine.submit([i, 2, 3, 4, 5], wish) for i in range(4)]
+        await asyncio.to_thread(wait_for, lambda: inner.state.tiers.transfers)
+        for stream in streams:
+            stream.abort()
+        await asyncio.to_thread(wait_for, lambda: not inner.has_work)
+        assert inner.state.tiers.transfers and inner.state.tiers.host.counts
+        inner.runner.transfer_polls = 0
+        await asyncio.to_thread(wait_for, lambda: not inner.state.tiers.transfers)
+        assert not inner.state.tiers.host.counts
+        await engine.stop()
+
+    asyncio.run(go())

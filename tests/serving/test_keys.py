@@ -279,10 +279,11 @@ def test_keys_come_from_the_environment_too(monkeypatch):
 
 def test_a_new_key_fits_the_entry_that_is_printed_with_it(tmp_path, capsys):
     assert run(["keys", "alice", "--tenant", "gold"]) == 0
-    printed = capsys.readouterr().out
-    (key,) = re.findall(r"pj-\S+", printed)
+    printed = capsys.readouterr()
+    (key,) = re.findall(r"pj-\S+", printed.err)
+    assert key not in printed.out
     path = tmp_path / "keys.toml"
-    path.write_text(printed)
+    path.write_text(printed.out)
     (found,) = read_keys(str(path))
     assert keys.find([found], key) is found
     assert (found.name, found.tenant, found.role) == ("alice", "gold", "user")

@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import embedding, fields, schemas
+from serving import embedding, fields, responses, schemas
 from serving.inputs import MAX_PROMPTS, ModelFacts
 from serving.schemas import parse_chat, parse_completion
 
@@ -29,6 +29,20 @@ NAMING_WHAT_IS_DONE_ANYWAY = {
         ({"frobnicate": 1}, "frobnicate"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2, "stream": True}, "best_of"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 11}, "n"),
+        ({"use_beam_search": True, "n": 2, "best_of": 4}, "best_of"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.7}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "presence_penalty": 1}, "presence_penalty"),
+        ({"use_beam_search": True, "preemptible": False}, "preemptible"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"length_penalty": "long"}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"early_stopping": "never"}, "early_stopping"),
+        ({"preemptible": 0}, "preemptible"),
+        ({"priority": -9}, "priority"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"best_of": 129}, "best_of"),
         ({"best_of": 1.5}, "best_of"),
@@ -53,11 +67,12 @@ NAMING_WHAT_IS_DONE_ANYWAY = {
         ({"min_tokens": 20}, "min_tokens"),
         ({"seed": 2**70}, "seed"),
         ({"stop": {"a": 1}}, "stop"),
-        ({"stop": [1]}, "stop"),
+        ({"stop": ["a", 1]}, "stop[1]"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [258]}, "stop_token_ids"),
         ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"stop_token_ids": [3, "a"]}, "stop_token_ids[1]"),
         ({"logit_bias": {"258": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1.5": 1}}, "logit_bias"),
@@ -223,11 +238,84 @@ def test_no_field_of_openai_s_is_passed_over_in_silence(client, ask, params):
         assert answer.json()["error"]["param"].startswith(name)
 
 
-@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS])
+NO_EFFECT = {
+    "user": "a",
+    "safety_identifier": "a",
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "a",
+    "store": False,
+    "service_tier": "auto",
+    "tools": [],
+    "parallel_tool_calls": True,
+}
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_fields_without_effect_are_taken_on_the_routes_whose_schema_at_openai_has_them(client, name):
+    asks = {"complete": openai_completion.CompletionCreateParamsBase, "chat": openai_chat.CompletionCreateParamsBase}
+    for ask, params in asks.items():
+        answer = getattr(client, ask)(**{name: NO_EFFECT[name]})
+        assert answer.status_code == (200 if name in params.__annotations__ else 400)
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "unknown_parameter"
+    response = client.post("/v1/responses", {"model": "tiny", "input": "a", name: NO_EFFECT[name]})
+    assert response.status_code == 200
+
+
+def test_a_response_format_of_text_is_taken_on_completions_too(client):
+    for ask in (client.complete, client.chat):
+        assert ask(response_format={"type": "text"}).status_code == 200
+
+
+@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS, responses.FIELDS])
 def test_every_field_that_is_taken_is_documented(table):
     documented = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
     taken = {name for name, check in table.items() if check is not fields.refused}
     assert taken - documented - {"model", "prompt", "messages", "input"} == NAMING_WHAT_IS_DONE_ANYWAY & taken
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            f'"seed": {2**100}',
+            f"seed must be an integer from -9223372036854775808 to 18446744073709551615, not {2**100}",
+        ),
+        (f'"n": {2**100}', f"n must be an integer from 1 to 128, not {2**100}"),
+        (f'"stop_token_ids": [3, {2**100}]', f"stop_token_ids holds token id {2**100}; the vocabulary has ids 0..257"),
+        (f'"stop_token_ids": [-{2**100}]', f"stop_token_ids holds token id -{2**100}; the vocabulary has ids 0..257"),
+        ('"seed": 1.5', "seed must be an integer, not a number"),
+        ('"stop_token_ids": [3, "a"]', "stop_token_ids[1] must be an integer, not a string"),
+        ('"stop": [1]', "stop[0] must be a string, not an integer"),
+        ('"n": 2, "best_of": 1', "best_of must be at least n, which is 2, not 1"),
+        ('"best_of": 0', "best_of must be an integer from 1 to 128, not 0"),
+    ],
+)
+def test_a_refusal_says_what_would_be_taken(client, fields, message):
+    answer = client.request("POST", "/v1/completions", content=f'{{"model": "tiny", "prompt": "a", {fields}}}')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("role", [{}, {"role": None}])
+def test_a_message_without_a_role_is_told_that_it_is_missing(client, role):
+    error = client.chat(messages=[{"content": "a", **role}]).json()["error"]
+    assert (error["message"], error["code"]) == ("messages[0].role is required", "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "shown"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "prompt", "messages"),
+        ("/v1/responses", {"input": "a"}, "prompt", "input"),
+        ("/v1/responses", {"input": "a"}, "max_tokens", "max_output_tokens"),
+        ("/v1/completions", {"prompt": "a"}, "max_tokens", "max_tokens"),
+    ],
+)
+def test_what_is_too_large_for_the_engine_is_named_as_the_route_names_it(
+    client_of, FakeEngine, path, fields, param, shown
+):
+    client = client_of(FakeEngine(refuse=RequestError("no", param=param, code="prompt_exceeds_kv_cache")))
+    assert client.post(path, {"model": "tiny", **fields}).json()["error"]["param"] == shown
 
 
 def test_another_model_is_404(client):

@@ -23,6 +23,15 @@ def test_a_trusted_header_names_the_tenant():
     assert tenants({"X-Tenant": "gold"}, trust_tenant_header=True) == ["gold", "gold"]
 
 
+def test_a_request_says_whether_it_may_be_interrupted():
+    engine = FakeEngine()
+    client = Client(create_app(engine))
+    for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+        for wish in ({}, {"preemptible": False}):
+            assert client.request("POST", path, json=body | wish).status_code == 200
+    assert engine.preemptible == [True, False] * 2
+
+
 def test_a_cache_salt_reaches_the_engine():
     engine = FakeEngine()
     client = Client(create_app(engine))

@@ -152,6 +152,17 @@ def test_a_template_with_tools_gets_them_as_they_are(monkeypatch):
     assert prompt_of(tools=[TIME]) == f"[tools={json.dumps([TIME])}]<user>Hi<assistant>"
 
 
+@pytest.mark.parametrize(("text", "shown"), [("<tool_call>", True), ("<eos>", False)])
+def test_tags_that_are_special_tokens_are_shown_where_there_are_tools(monkeypatch, text, shown):
+    whole = ByteTokenizer.token_text
+    monkeypatch.setattr(ByteTokenizer, "token_text", lambda self, i: text if i == 257 else whole(self, i))
+    engine = FakeEngine()
+    client = Client(create_app(engine))
+    for fields in ({"tools": [TIME]}, {}):
+        assert client.chat(**fields).status_code == 200
+    assert [params.skip_special_tokens for _, params, _ in engine.submitted] == [not shown, True]
+
+
 def test_earlier_calls_and_results_reach_the_template(monkeypatch):
     call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": '{"a": 1}'}}
     messages = [

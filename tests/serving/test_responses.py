@@ -1,0 +1,139 @@
+"""POST /v1/responses: a chat under other names, whole and as events."""
+
+import json
+
+import openai
+import pytest
+from openai.types.responses import response_create_params
+from pydantic import BaseModel
+
+from pagedjax.core.structure import StructuredOutputsParams
+from pagedjax.engine.async_engine import AsyncEngine
+
+
+def ask(client, **fields):
+    return client.post("/v1/responses", {"model": "tiny", "input": "Hi", **fields})
+
+
+def read(response):
+    """(name, body) of each event."""
+    events = [event.split("\n") for event in response.text.strip().split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in events]
+
+
+def test_an_answer_is_one_message_of_text(client):
+    body = ask(client, instructions="Be brief.", metadata={"a": "b"}).json()
+    assert (body["object"], body["status"], body["instructions"]) == ("response", "completed", "Be brief.")
+    (message,) = body["output"]
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    assert message["content"] == [{"type": "output_text", "text": "Hello, world", "annotations": [], "logprobs": []}]
+    assert body["usage"]["output_tokens"] == 13
+    assert body["id"].startswith("resp-") and message["id"] == body["id"].replace("resp-", "msg_")
+
+
+def test_input_and_instructions_become_a_chat(client, engine):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+        },
+        {"role": "user", "content": "c"},
+    ]
+    assert ask(client, input=items, instructions="S", max_output_tokens=5, temperature=0.5).status_code == 200
+    prompt, params, _ = engine.submitted[0]
+    assert prompt == "<system>S<user>a<assistant>b<user>c<assistant>"
+    assert (params.max_tokens, params.temperature) == (5, 0.5)
+
+
+def test_what_is_cut_off_is_incomplete(client):
+    body = ask(client, max_output_tokens=3).json()
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_output_tokens": 3}, {"include": ["message.output_text.logprobs"]}])
+def test_events_add_up_to_the_whole_answer(client, fields):
+    events = read(ask(client, stream=True, **fields))
+    assert [body["sequence_number"] for _, body in events] == list(range(len(events)))
+    assert all(name == body["type"] for name, body in events)
+    names = [name for name, _ in events]
+    assert names[:4] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.content_part.added"),
+    ]
+    whole, final = ask(client, **fields).json(), events[-1][1]["response"]
+    assert names[-1] == f"response.{whole['status']}"
+    deltas = [body for name, body in events if name == "response.output_text.delta"]
+    (part,) = final["output"][0]["content"]
+    assert "".join(body["delta"] for body in deltas) == part["text"]
+    assert [entry for body in deltas for entry in body["logprobs"]] == part["logprobs"]
+    for name in ("id", "created_at", "output"):
+        assert name in final
+    assert part == whole["output"][0]["content"][0]
+    assert (final["usage"], final["status"]) == (whole["usage"], whole["status"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
+        ({"tools": [{"type": "function", "name": "a"}]}, "tools"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"frobnicate": 1}, "frobnicate"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(client, engine, fields, param):
+    answer = ask(client, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not engine.submitted
+
+
+def test_no_field_of_openai_s_is_passed_over_in_silence(client):
+    for name in {*response_create_params.ResponseCreateParamsBase.__annotations__, "stream"}:
+        answer = ask(client, **{name: {"nonsense": [1]}})
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"].startswith(name)
+
+
+def test_a_format_is_structured_output(client, engine):
+    ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": {}, "strict": True}})
+    assert engine.submitted[0][1].structured_outputs == StructuredOutputsParams(json="{}", param="text.format")
+
+
+class Point(BaseModel):
+    x: int
+    is_far: bool
+
+
+def test_openai_s_client_is_answered(golden_llm, serving_of):
+    engine = AsyncEngine(golden_llm.engine.config, lambda config: golden_llm.engine)
+    asked = {"model": engine.model_name, "input": "Where is it?", "temperature": 0.0, "max_output_tokens": 40}
+    with (
+        serving_of(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked, text_format=Point) as stream:
+            texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        parsed = client.responses.parse(**asked, text_format=Point)
+    assert whole.status == "incomplete" and whole.usage.output_tokens == 40
+    assert "".join(texts) == final.output_text == parsed.output_text
+    assert isinstance(parsed.output_parsed, Point) and parsed.output_parsed == final.output_parsed
