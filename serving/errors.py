@@ -18,6 +18,7 @@ STATUS_OF_CODE = {
     "method_not_allowed": 405,
     "request_timeout": 408,
     "body_too_large": 413,
+    "headers_too_large": 431,
     "queue_full": 429,
     "rate_limit_exceeded": 429,
     "cancelled": 499,

@@ -1,4 +1,4 @@
-"""Who is asking: every path but /health needs a key, if there are keys at all.
+"""Who is asking: no page of another origin, and every path but /health needs a key, if there are keys at all.
 
 A key comes as `Authorization: Bearer KEY`; browsers, which cannot send that with a page they open, are asked for it as
 the password of Basic authentication. `scope["state"]["caller"]` tells the routes who it is.
@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.tenants import DEFAULT_TENANT
-from serving import errors, keys
+from serving import errors, keys, origins
 from serving.keys import ApiKey
+from serving.protocol import MAX_HEADER_BYTES, header_bytes
 
 if TYPE_CHECKING:
     from serving.app import Service
@@ -43,7 +44,7 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 
 
 class Guard:
-    """ASGI middleware under Edge: answers whoever has no key."""
+    """ASGI middleware under Edge: answers whoever may not ask."""
 
     def __init__(self, app: ASGIApp, *, service: "Service") -> None:
         self._app, self._service = app, service
@@ -55,8 +56,9 @@ class Guard:
         state, headers = scope["state"], Headers(scope=scope)
         state["caller"] = Caller()
         try:
-            if headers.get("sec-fetch-site") in ("cross-site", "same-site") and scope["method"] not in ("GET", "HEAD"):
-                raise RequestError("requests from pages of other origins are refused", code="cross_origin")
+            _check_size(scope)
+            origins.check_host(headers, self._service.options, has_keys=bool(self._service.keys))
+            origins.check_origin(scope["method"], headers)
             if scope["path"] not in UNGUARDED:
                 state["caller"] = self._caller(headers)
         except RequestError as error:
@@ -81,6 +83,12 @@ class Guard:
         if key is None:
             raise RequestError("the API key is not known here", code="invalid_api_key")
         return Caller(key, named or key.tenant)
+
+
+def _check_size(scope: Scope) -> None:
+    if (num_bytes := header_bytes(scope)) > MAX_HEADER_BYTES:
+        message = f"the request's headers have {num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        raise RequestError(message, code="headers_too_large")
 
 
 def secret_of(authorization: str) -> str | None:

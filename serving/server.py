@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -18,6 +19,8 @@ from serving.app import MAX_BODY_BYTES, Service, create_app
 from serving.interfaces import Engine
 from serving.keys import KeySource
 from serving.options import ApiOptions
+from serving.origins import is_loopback
+from serving.protocol import MAX_HEADER_BYTES, bounded_protocol
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ def serve(
     `on_ready` is called with the URL once the model is loaded. Raises ConfigError, and what the engine raises.
     """
     listener = bind(host, port)
+    if is_loopback(listener.getsockname()[0]):
+        options = replace(options, local_name=host.lower())
     try:
         app = create_app(
             make_engine(),
@@ -98,6 +103,8 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+                http=bounded_protocol(),
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
         self._service: Service = app.state.service  # type: ignore[attr-defined]

@@ -41,6 +41,12 @@ class ServeOptions:
     chat_template_kwargs: str = option(
         "enable_thinking", "http", "names that requests may hand to the chat template, separated by commas"
     )
+    allowed_hosts: str | None = option(
+        None,
+        "http",
+        "names that a request's Host may hold beside addresses and localhost, separated by commas",
+        "any; but none on a loopback address without keys",
+    )
     trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
 
@@ -190,6 +196,7 @@ def _serve(args: argparse.Namespace) -> int:
         lenient=options.lenient,
         tool_call_parser=options.tool_call_parser,
         template_kwargs=parse_names(options.chat_template_kwargs),
+        allowed_hosts=parse_names(options.allowed_hosts or ""),
     )
     return server.serve(
         lambda: _engine(config),

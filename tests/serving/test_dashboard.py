@@ -1,6 +1,12 @@
 """The page and the picture of the scheduler that it draws."""
 
+import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
 
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
@@ -68,3 +74,42 @@ def test_the_page_needs_nothing_from_elsewhere(client):
 
 def test_the_page_puts_no_text_into_html(client):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", client.get("/").text)
+
+
+def shown_by_the_page(page, answers):
+    """What the page's script asks for, shows and hides, given (status, body) by path."""
+    if shutil.which("node") is None:
+        pytest.skip("needs node")
+    script = Path(__file__).parent / "page.js"
+    given = json.dumps({"page": page, "answers": answers})
+    done = subprocess.run(["node", script], input=given, capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout)
+
+
+def answers_of(client, *, may_watch):
+    """The app's own answers, for a key that may see the engine's state or for one that may not."""
+    found = {path: client.get(path) for path in ("/ready", "/v1/models", "/debug/state")}
+    answers = {path: (answer.status_code, answer.json()) for path, answer in found.items()}
+    closed = (403, {"error": {}})
+    return answers | {"/metrics": (200, {})} if may_watch else answers | {"/debug/state": closed, "/metrics": closed}
+
+
+def test_the_page_finds_the_model_where_the_engine_s_state_is_not_shown(client):
+    seen = shown_by_the_page(client.get("/").text, answers_of(client, may_watch=False))
+    assert (seen["texts"]["model"], seen["texts"]["status"]) == ("tiny", "ready")
+    assert not seen["closed"]
+    # Refused once, it does not ask again.
+    assert [seen["asked"].count(path) for path in ("/ready", "/v1/models", "/debug/state")] == [3, 1, 1]
+
+
+def test_the_page_draws_the_engine_s_state_for_those_who_may_see_it(client):
+    seen = shown_by_the_page(client.get("/").text, answers_of(client, may_watch=True))
+    assert (seen["texts"]["model"], seen["texts"]["num_running"]) == ("tiny", "2")
+    assert seen["closed"]
+    assert seen["asked"].count("/debug/state") == 3
+
+
+def test_the_page_asks_for_the_model_again_while_it_loads(client):
+    loading = dict.fromkeys(("/ready", "/v1/models", "/debug/state"), (503, {"status": "loading"}))
+    seen = shown_by_the_page(client.get("/").text, loading | {"/metrics": (200, {})})
+    assert (seen["texts"]["status"], seen["asked"].count("/v1/models")) == ("loading", 3)

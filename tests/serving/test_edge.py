@@ -5,6 +5,10 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagedjax.core.errors import ConfigError
+from serving.keys import KeySource
+from serving.options import ApiOptions
+
 
 def test_every_answer_has_an_id_of_the_server_s_making(client):
     first, second = (client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] for _ in range(2))
@@ -51,6 +55,88 @@ def test_a_body_over_the_limit_is_413_without_a_content_length_too(client_of, en
     answer = client_of(engine, max_body_bytes=1000).request("POST", "/v1/completions", content=parts())
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://test"}, 200),
+        ({"origin": "https://test"}, 200),
+        ({"origin": "http://TEST:80"}, 200),
+        ({"origin": "http://[::1]:8000", "host": "[::1]:8000"}, 200),
+        ({"origin": "https://llm.example", "host": "llm.example:443"}, 200),
+        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://evil.example", "sec-fetch-site": "none"}, 403),
+        ({"origin": "http://test", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "http://test:8000"}, 403),
+        ({"origin": "http://test.evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": ""}, 403),
+        ({"origin": "http://["}, 403),
+        ({"origin": "http://test:99999"}, 403),
+        ({"origin": "file://", "host": ""}, 403),
+    ],
+)
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_a_page_s_origin_must_be_the_host_it_asks(client, engine, headers, status, kind):
+    content = '{"model": "tiny", "prompt": "a"}'
+    answer = client.request("POST", "/v1/completions", content=content, headers={"content-type": kind, **headers})
+    assert answer.status_code == status
+    assert len(engine.submitted) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("localhost:8000", 200),
+        ("a.localhost.", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("192.168.1.5", 200),
+        ("MyBox:8000", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("evil@localhost.example", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_was_pointed_at_this_machine_is_refused(client_of, engine, host, status):
+    client = client_of(engine, options=ApiOptions(local_name="mybox"))
+    # Such a page is one of the same origin.
+    answer = client.get("/v1/models", headers={"host": host, "origin": f"http://{host}"})
+    assert answer.status_code == status
+
+
+def test_other_names_are_taken_with_keys_and_beyond_this_machine_and_where_they_are_allowed(client_of, engine):
+    local = {"local_name": "127.0.0.1"}
+    keyed = {"options": ApiOptions(**local), "keys": KeySource(secrets=(("user", "a-key-0123456789"),))}
+    for options, expected in (
+        (keyed, 200),
+        ({}, 200),
+        ({"options": ApiOptions(**local, allowed_hosts=frozenset({"llm.example"}))}, 200),
+        ({"options": ApiOptions(allowed_hosts=frozenset({"other.example"}))}, 403),
+    ):
+        headers = {"host": "llm.example", "authorization": "Bearer a-key-0123456789"}
+        assert client_of(engine, **options).get("/v1/models", headers=headers).status_code == expected
+
+
+@pytest.mark.parametrize("name", ["http://llm.example", "llm.example:80", "Llm.example", "*.example"])
+def test_an_allowed_host_that_is_no_name_is_a_config_error(name):
+    with pytest.raises(ConfigError, match="--allowed-hosts"):
+        ApiOptions(allowed_hosts=frozenset({name}))
+
+
+def test_headers_and_targets_over_the_limit_are_431(client):
+    assert client.get("/health", headers={"x-large": "a" * 60_000}).status_code == 200
+    for target, large in (("/health", "a" * 70_000), (f"/health?{'a' * 40_000}", "a" * 30_000)):
+        answer = client.get(target, headers={"x-large": large})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
 
 
 @pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200)])

@@ -109,6 +109,14 @@ def test_browsers_may_give_the_key_as_a_password(keyed):
     assert keyed.get("/", headers={"authorization": "Basic !!!"}).status_code == 401
 
 
+def test_a_user_s_key_opens_what_the_page_needs_to_chat(keyed):
+    statuses = {
+        path: keyed.get(path, headers=bearer(USER)).status_code
+        for path in ("/", "/ready", "/v1/models", "/debug/state")
+    }
+    assert statuses == {"/": 200, "/ready": 200, "/v1/models": 200, "/debug/state": 403}
+
+
 def test_openai_s_client_sends_the_key(serving_of, engine, key_file):
     with serving_of(engine, keys=KeySource(str(key_file))) as server:
         url = f"{server.url}/v1"

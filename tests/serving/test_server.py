@@ -1,5 +1,6 @@
 """Over a socket: OpenAI's own client, draining, and the ways a start can fail."""
 
+import contextlib
 import socket
 import threading
 
@@ -128,6 +129,77 @@ def test_a_drain_does_not_wait_for_a_body_that_is_on_its_way(serving_of, engine,
         wait_for(lambda: engine.stopped)
     assert answer.startswith("HTTP/1.1 503 ")
     assert '"code":"draining"' in answer
+
+
+def connected(server):
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: ",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nx-",
+        b"GET /",
+        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nx-large: ",
+        CHUNKED + b"1;",
+        CHUNKED + b"0\r\nx-large: ",
+    ],
+)
+def test_headers_without_an_end_close_the_connection(serving_of, engine, beginning):
+    sent = 0
+    with serving_of(engine) as server, connected(server) as client:
+        client.sendall(beginning)
+        # Bounded, so that a server without the limit fails the test.
+        with contextlib.suppress(ConnectionError):
+            while sent < 50_000_000:
+                sent += client.send(b"a" * 10_000)
+    # Far more than the limit and what the sockets hold.
+    assert sent < 20_000_000
+
+
+def test_headers_over_the_limit_are_told_so(serving_of, engine):
+    with serving_of(engine) as server, connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: " + b"a" * 66_000)
+        assert client.recv(10_000).startswith(b"HTTP/1.1 431 ")
+
+
+def test_many_requests_and_a_large_body_on_a_connection_are_not_headers(serving_of, engine):
+    with serving_of(engine) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(12):
+            assert client.get("/health", headers={"x-large": "a" * 30_000}).status_code == 200
+        parts = (b'{"model": "tiny", "prompt": "a"}'.ljust(90_000) for _ in range(1))
+        assert client.post("/v1/completions", content=parts).status_code == 200
+
+
+def test_a_client_that_closes_its_sending_half_counts_as_gone(serving_of, FakeEngine, wait_for):
+    engine = FakeEngine(hang=True)
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 99}'
+    with serving_of(engine) as server, connected(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: engine.submitted)
+        client.shutdown(socket.SHUT_WR)
+        wait_for(lambda: engine.aborted)
+        assert client.recv(100) == b""
+
+
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("Localhost", "localhost"), ("0.0.0.0", None)])
+def test_a_server_knows_whether_only_this_machine_reaches_it(monkeypatch, engine, host, name):
+    apps = []
+
+    class Stopped:
+        def __init__(self, app, *_):
+            apps.append(app)
+
+        def serve_until_signal(self):
+            return 0
+
+    monkeypatch.setattr("serving.server.DrainingServer", Stopped)
+    assert serve(lambda: engine, host=host, port=0) == 0
+    assert apps[0].state.service.options.local_name == name
 
 
 def test_an_idle_server_leaves_at_once(serving_of, engine, wait_for):
