@@ -1,6 +1,6 @@
 """Step times of a SmolLM2-135M-shaped model with random weights, per kind of step, and as the KV pool grows.
 
-    python benchmarks/kernels.py [--dtype bfloat16] [--repeats 15] [--json benchmarks/results/kernels.json]
+    python benchmarks/kernels.py [--dtype bfloat16] [--weights int4] [--json benchmarks/results/kernels.json]
 
 A step is the forward of a packed batch, the head and argmax of each row's last token, the result read on the host. The
 least wall time counts; the least CPU time of all threads beside it says what a busy machine hides.
@@ -25,6 +25,7 @@ from flax import nnx
 from pagedjax.bench.machine import describe_machine, git_commit, versions
 from pagedjax.models import llama, stack
 from pagedjax.models.config import ModelConfig
+from pagedjax.weights.pack import Layout, pack_for
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, Ragged
 
@@ -75,13 +76,14 @@ POOLS_MIB = (256, 512, 1024, 2048)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--weights", default="int4", choices=("float", "packed_bf16", "grouped", "int8", "int4"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json")
     options = parser.parse_args()
     shape = AttentionShape(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, BLOCK_SIZE)
     platform_name = jax.default_backend()
     backend = dispatch.choose("ragged_attention", platform=platform_name, shape=shape, dtype=options.dtype).backend
-    bench = Bench(backend, options.dtype, options.repeats)
+    bench = Bench(backend, options.dtype, options.weights, options.repeats)
     record = {
         "command": shlex.join(["python", *sys.argv]),
         "git": git_commit(Path(__file__).parent),
@@ -90,6 +92,7 @@ def main() -> None:
         "load_average": os.getloadavg()[0],
         "backend": backend.name,
         "dtype": options.dtype,
+        "weights": options.weights,
         "steps": [bench.measure(kind) for kind in KINDS],
         "pool": [bench.measure(KINDS[3], pool_mib=mib) for mib in POOLS_MIB],
     }
@@ -102,9 +105,9 @@ def main() -> None:
 class Bench:
     """A model with random weights, and its compiled programs."""
 
-    def __init__(self, backend: AttentionBackend, dtype: str, repeats: int) -> None:
+    def __init__(self, backend: AttentionBackend, dtype: str, weights: Layout, repeats: int) -> None:
         self.backend, self.dtype, self.repeats = backend, dtype, repeats
-        graph, state = nnx.split(random_model(backend, dtype))
+        graph, state = nnx.split(random_model(backend, dtype, weights))
         self.leaves, tree = jax.tree.flatten(state)
         run = partial(step, lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves)))
         self.run = jax.jit(run, donate_argnums=1)
@@ -153,29 +156,36 @@ def step(
     ids: jax.Array,
     positions: jax.Array,
     ragged: Ragged,
+    picked: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """(the likeliest token after each row [rows], caches)."""
+    """(the likeliest token after each packed token that is picked, caches)."""
     model = model_of(leaves)
     hidden, caches = model(ids, positions, caches, ragged)
-    logits = model.logits(hidden[jnp.maximum(ragged.q_starts[1:] - 1, 0)])
+    logits = model.logits(hidden[picked])
     # The first of equal maxima, in two passes: XLA:CPU's argmax takes several times as long.
     is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
     order = jnp.arange(logits.shape[1], dtype=jnp.int32)
     return jnp.min(jnp.where(is_best, order, logits.shape[1]), axis=-1), caches
 
 
-def random_model(backend: AttentionBackend, dtype: str) -> llama.LlamaForCausalLM:
+def random_model(backend: AttentionBackend, dtype: str, weights: Layout) -> llama.LlamaForCausalLM:
+    """With weights in a layout of `pack.Layout`; all but "float" take the native kernels."""
     rng = np.random.default_rng(0)
     shapes = {part.name: part.shape for parts in llama.parts(CONFIG).values() for part in parts}
 
     def tensor(name: str) -> np.ndarray:
         return rng.standard_normal(shapes[name], dtype=np.float32) * 0.02
 
-    return llama.LlamaForCausalLM.load(CONFIG, tensor, shapes.keys(), dtype=dtype, backend=backend)
+    encodings = dict.fromkeys(shapes, "F32")
+    pack = pack_for(tensor, lambda name: None, encodings, weights, note=lambda weight: None)
+    return llama.LlamaForCausalLM.load(CONFIG, tensor, shapes.keys(), dtype=dtype, backend=backend, pack=pack)
 
 
-def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged]:
-    """(ids, positions, ragged) with blocks scattered over the whole pool and the table as wide as the model allows."""
+def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged, np.ndarray]:
+    """(ids, positions, ragged, the last token of each real row).
+
+    Blocks are scattered over the whole pool, and the table is as wide as the model allows.
+    """
     rng = np.random.default_rng(0)
     num_rows = min(kind.num_tokens, 64)
     tables = np.full((num_rows, CONFIG.max_position_embeddings // BLOCK_SIZE), -1)
@@ -191,7 +201,8 @@ def pack(kind: Kind, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Ragged]:
         q_starts[row + 1 :], kv_lens[row] = mine.stop, kv_len
     num_decode = sum(q_len == 1 for q_len, _ in kind.rows)
     ragged = Ragged(*(np.asarray(x, np.int32) for x in (tables, q_starts, kv_lens, slots, num_decode)))
-    return rng.integers(0, CONFIG.vocab_size, kind.num_tokens).astype(np.int32), positions, ragged
+    picked = (q_starts[1 : len(kind.rows) + 1] - 1).astype(np.int32)
+    return rng.integers(0, CONFIG.vocab_size, kind.num_tokens).astype(np.int32), positions, ragged, picked
 
 
 if __name__ == "__main__":

@@ -154,6 +154,10 @@ def test_info_names_versions_devices_and_backends():
     assert all(word in text for word in ("pagedjax", "jax ", "cores", "cpu", "ragged_attention", "model cache"))
 
 
+def test_info_says_in_what_memory_swapped_blocks_lie():
+    assert "plain memory, as the cache is" in info.report()
+
+
 # ---- chat -----------------------------------------------------------------------------------------------------------
 
 

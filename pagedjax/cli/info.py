@@ -64,6 +64,8 @@ def _devices() -> Iterator[str]:
     yield _row("platform", jax.default_backend())
     for device in jax.devices():
         yield _row(str(device), device.device_kind)
+    on_host = jax.default_backend() == "cpu"
+    yield _row("swap space", "plain memory, as the cache is" if on_host else "host memory that is not pinned")
 
 
 def _backends() -> Iterator[str]:

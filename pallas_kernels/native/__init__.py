@@ -11,8 +11,11 @@ import ctypes
 import functools
 import os
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -69,6 +72,18 @@ def use_level(level: str) -> None:
     if level not in library.levels:
         raise ValueError(f"no level {level!r} here; known: {', '.join(library.levels)}")
     ctypes.CDLL(str(LIBRARY)).pagedjax_configure(LEVELS.index(level), library.num_threads)
+
+
+def peak_rate(
+    kind: Literal["bfloat16", "bytes"], num_turns: int = 1 << 21, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Multiplications and additions a second of all threads on registers alone: what no product can pass."""
+    load()
+    library = ctypes.CDLL(str(LIBRARY))
+    library.pagedjax_multiply_in_registers.restype = ctypes.c_double
+    began = clock()
+    total = library.pagedjax_multiply_in_registers(ctypes.c_bool(kind == "bytes"), ctypes.c_long(num_turns))
+    return float(total) / (clock() - began)
 
 
 @functools.cache

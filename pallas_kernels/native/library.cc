@@ -1,5 +1,6 @@
 // What the Python loader calls through ctypes: which levels there are, which one to use, what this was built from.
 #include "levels.h"
+#include "peak.h"
 #include "pool.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -49,3 +50,12 @@ PAGEDJAX_EXPORT void pagedjax_configure(int level, int num_threads) {
 PAGEDJAX_EXPORT int pagedjax_ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 
 PAGEDJAX_EXPORT const char* pagedjax_source_hash() { return PAGEDJAX_SOURCE_HASH; }
+
+// Multiplications and additions by all threads, of bfloat16 or of bytes: how many they are.
+PAGEDJAX_EXPORT double pagedjax_multiply_in_registers(bool is_bytes, long num_turns) {
+  const pagedjax::PeakKernels& kernels = PAGEDJAX_AT_LEVEL(peak_kernels);
+  std::atomic<int64_t> total{0};
+  pagedjax::parallel_for(pagedjax::num_threads(),
+                         [&](int64_t) { total += (is_bytes ? kernels.multiply_bytes : kernels.multiply_bf16)(num_turns); });
+  return static_cast<double>(total.load());
+}

@@ -20,6 +20,7 @@ fi
 have=()
 for level in "${levels[@]}"; do
   "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/gemm_isa.cc" -o "$work/gemm-$level.o"
+  "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/peak_isa.cc" -o "$work/peak-$level.o"
   [ "$level" = plain ] || have+=("-DPAGEDJAX_HAS_${level^^}")
 done
 

@@ -125,3 +125,11 @@ def test_a_container_s_share_of_cpu_time_bounds_the_threads(tmp_path, own, limit
         (groups / name / "cpu.max").write_text(limit + "\n")
     (tmp_path / "own").write_text(own + "\n")
     assert threads.cpu_quota(groups, tmp_path / "own") == expected
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "bytes"])
+def test_the_peak_counts_what_every_thread_multiplies(level, kind):
+    ticks = iter((0.0, 2.0))
+    rate = native.peak_rate(kind, num_turns=10, clock=lambda: next(ticks))
+    per_turn = 12 * 16 * (2 if kind == "bfloat16" else 4) * 2
+    assert rate == native.load().num_threads * 10 * per_turn / 2.0

@@ -1,0 +1,229 @@
+// What attention does with a piece of a context, at one level of instructions: scores, weights, output, and joining the
+// states of pieces. attention_isa.cc says in which order.
+//
+// Blocks of up to kMaxRows queries take three passes over data in the first-level cache: scores (queries times K, a lane
+// a token), weights (their powers, less the peak), output (weights times V, a lane a dimension). Both products are one
+// loop: a broadcast element of the left side times kMaxColumns vectors of the right.
+#pragma once
+
+#include "attention.h"
+#include "attention_vectors.h"
+
+namespace pagedjax {
+namespace PAGEDJAX_LEVEL {
+namespace {
+
+// Far below any score, yet finite: the difference of two of them is 0, not NaN.
+constexpr float kMasked = -1e30f;
+// Tiles between the one in use and the one being fetched.
+constexpr int kAhead = 4;
+constexpr int kMaxPieceTiles = 16;
+// Rows of the left sides lie at constant distances, so that all of them are reached from one register.
+constexpr int kQueryStride = 256 + 16, kScoreStride = 128 + 16;
+
+// --- how numbers are stored, and multiplied ---------------------------------------------------------------------------
+
+// `Stored` lies in the cache, `kPack` numbers of a dot product side by side; `Operand` is the other side of a product.
+struct Float32 {
+  using Stored = float;
+  using Operand = float;
+  static constexpr int kPack = 1;
+  using Row = F;
+  using Column = F;
+  static Row row(const float* p) { return every(*p); }
+  static Column column(const float* p) { return load(p); }
+  static F add(F sum, Row a, Column b) { return multiply_add(a, b, sum); }
+  static float operand(float x) { return x; }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  using Operand = float;
+  static constexpr int kPack = 1;
+  using Row = F;
+  using Column = F;
+  static Row row(const float* p) { return every(*p); }
+  static Column column(const uint16_t* p) { return load_half(p); }
+  static F add(F sum, Row a, Column b) { return multiply_add(a, b, sum); }
+  static float operand(float x) { return x; }
+};
+
+#if defined(__AVX512BF16__)
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Operand = uint16_t;
+  static constexpr int kPack = 2;
+  using Row = __m512bh;
+  using Column = __m512bh;
+  static Row row(const uint16_t* p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Column column(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static F add(F sum, Row a, Column b) { return _mm512_dpbf16_ps(sum, a, b); }
+  static uint16_t operand(float x) { return to_bfloat16(x); }
+};
+
+#else
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Operand = float;
+  static constexpr int kPack = 2;
+  struct Row {
+    F first, second;
+  };
+  using Column = Row;
+  static Row row(const float* p) { return {every(p[0]), every(p[1])}; }
+  static Column column(const uint16_t* p) { return {firsts(p), seconds(p)}; }
+  static F add(F sum, Row a, Column b) {
+    return multiply_add(a.second, b.second, multiply_add(a.first, b.first, sum));
+  }
+  static float operand(float x) { return x; }
+};
+
+#endif
+
+inline void put(float* p, F x) { store(p, x); }
+
+inline void put(uint16_t* p, F x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = to_bfloat16(lanes[i]);
+#endif
+}
+
+// --- the two products -------------------------------------------------------------------------------------------------
+
+inline void fetch(const void* p) { __builtin_prefetch(p); }
+
+// A piece of a context, for one KV head.
+template <class T>
+struct Piece {
+  int num_tiles, tile_tokens, k_dim, v_dim, head_dim;
+  // Tiles in the order of use: K's, V's, and what comes after, to be fetched.
+  const typename T::Stored* tiles[2 * kMaxPieceTiles + kAhead];
+};
+
+// Scores of M queries against N vectors of tokens from `first_column` on.
+template <class T, int M, int N>
+void score(const Piece<T>& piece, const typename T::Operand* queries, int first_column, float factor,
+           float* scores) {
+  const int per_tile = piece.tile_tokens / kLanes, depth = piece.k_dim / T::kPack;
+  const int step = piece.tile_tokens * T::kPack;
+  const typename T::Stored *columns[N], *later[N];
+  for (int n = 0; n < N; ++n) {
+    const int tile = (first_column + n) / per_tile, lane = (first_column + n) % per_tile * kLanes * T::kPack;
+    columns[n] = piece.tiles[tile] + lane;
+    later[n] = piece.tiles[tile + kAhead] + lane;
+  }
+  F sums[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) sums[m][n] = every(0.0f);
+  for (int i = 0; i < depth; ++i) {
+    typename T::Column b[N];
+    for (int n = 0; n < N; ++n) {
+      b[n] = T::column(columns[n] + i * step);
+      fetch(later[n] + i * step);
+    }
+    for (int m = 0; m < M; ++m) {
+      const typename T::Row a = T::row(queries + m * kQueryStride + i * T::kPack);
+      for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n)
+      store(scores + m * kScoreStride + (first_column + n) * kLanes, sums[m][n] * every(factor));
+}
+
+// Output of M queries in N vectors of dimensions from `first_column` on: the weights of `seen` tokens times V. Where
+// tokens are stored in pairs and `seen` is odd, `tail` is the last pair with the unseen token cleared.
+template <class T, int M, int N>
+void weigh(const Piece<T>& piece, const typename T::Operand* weights, int seen, const typename T::Stored* tail,
+           int first_column, float* out) {
+  const int tile_rows = piece.tile_tokens / T::kPack, step = piece.v_dim * T::kPack;
+  const int column = first_column * kLanes * T::kPack;
+  const int whole_rows = seen / T::kPack, num_rows = (seen + T::kPack - 1) / T::kPack;
+  const auto* tiles = piece.tiles + piece.num_tiles;
+  F sums[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) sums[m][n] = every(0.0f);
+  for (int row = 0; row < num_rows;) {
+    const int tile = row / tile_rows, tile_end = (tile + 1) * tile_rows;
+    const bool is_tail = row == whole_rows;
+    const typename T::Stored* from = (is_tail ? tail : tiles[tile]) + column;
+    const typename T::Stored* later = tiles[tile + kAhead] + column;
+    const int end = is_tail ? num_rows : tile_end < whole_rows ? tile_end : whole_rows;
+    for (; row < end; ++row, from += step, later += step) {
+      typename T::Column b[N];
+      for (int n = 0; n < N; ++n) {
+        b[n] = T::column(from + n * kLanes * T::kPack);
+        fetch(later + n * kLanes * T::kPack);
+      }
+      for (int m = 0; m < M; ++m) {
+        const typename T::Row a = T::row(weights + m * kScoreStride + row * T::kPack);
+        for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) store(out + m * piece.v_dim + (first_column + n) * kLanes, sums[m][n]);
+}
+
+// f<N>(first column) over `count` columns.
+template <int N, class Fn>
+void over_columns(int first, int count, const Fn& fn) {
+  for (; first + N <= count; first += N) fn.template run<N>(first);
+  if constexpr (N > 1) over_columns<N / 2>(first, count, fn);
+}
+
+// --- softmax ----------------------------------------------------------------------------------------------------------
+
+// Weights of the first `seen` scores relative to their peak, zeros after them up to `padded`.
+template <class T>
+void soften(const float* scores, int seen, int padded, typename T::Operand* weights, float* peak, float* total) {
+  const int whole = seen / kLanes * kLanes, rest = seen - whole;
+  F most = every(kMasked);
+  for (int i = 0; i < whole; i += kLanes) most = larger(most, load(scores + i));
+  if (rest) most = larger(most, first_lanes(load(scores + whole), rest, every(kMasked)));
+  *peak = largest(most);
+  F sums = every(0.0f);
+  for (int i = 0; i < whole; i += kLanes) {
+    const F weight = power_of_two(load(scores + i) - every(*peak));
+    sums = sums + weight;
+    put(weights + i, weight);
+  }
+  for (int i = whole; i < padded; i += kLanes) {
+    F weight = every(0.0f);
+    if (i < seen) weight = first_lanes(power_of_two(load(scores + i) - every(*peak)), rest, weight);
+    sums = sums + weight;
+    put(weights + i, weight);
+  }
+  *total = sum(sums);
+}
+
+void clear(float* states, int num_queries, int v_dim) {
+  for (int i = 0; i < num_queries; ++i, states += v_dim + kStateExtra) {
+    for (int d = 0; d < v_dim; ++d) states[d] = 0.0f;
+    states[v_dim] = kMasked, states[v_dim + 1] = 0.0f;
+  }
+}
+
+// `state` joined by that of later pieces.
+void fold(float* state, const float* out, float peak, float total, int v_dim) {
+  float* const old = state + v_dim;
+  const float top = peak > old[0] ? peak : old[0];
+  const float keep = power_of_two(old[0] - top), add = power_of_two(peak - top);
+  for (int d = 0; d < v_dim; d += kLanes)
+    store(state + d, multiply_add(load(state + d), every(keep), load(out + d) * every(add)));
+  old[0] = top, old[1] = old[1] * keep + total * add;
+}
+
+}  // namespace
+}  // namespace PAGEDJAX_LEVEL
+}  // namespace pagedjax
