@@ -7,9 +7,10 @@ time the effects, in the words of the abstraction, and the digests after them mu
 import random
 from collections.abc import Iterator, Sequence
 
-from tests.core.canonical import Naming, digest, renamed_effects
+from tests.core.canonical import canonical, digest, renamed_effects
 from tests.core.instances import INSTANCES
 from tests.core.model import Instance, Model
+from tests.core.naming import Naming
 from tests.core.search import observed
 
 WALK_LEN, CONTINUATION_LEN, NUM_KEPT = 40, 6, 5_000
@@ -61,7 +62,7 @@ def go_on_alike(one: Model, other: Model, rng: random.Random) -> int:
 
 def _effects(model: Model, step: tuple) -> list:
     naming = Naming(model)
-    naming.number_blocks()
+    canonical(naming)
     model.take(step)
     return [renamed_effects(naming, effects) for _, effects in model.log]
 

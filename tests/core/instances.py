@@ -36,6 +36,20 @@ SMALL = (
         waits=False,
         min_sample=4,
     ),
+    # One slot and one priority: the tenants' counters say whose turn it is.
+    Instance(
+        "turns",
+        (
+            Asked((1, 2), 1, 0, "gold"),
+            Asked((3,), 2, 0, "gold"),
+            Asked((4, 5, 6), 1, 0, "iron"),
+            Asked((7,), 1, 0, "iron"),
+        ),
+        {"max_num_seqs": 1, "async_scheduling": False},
+        0,
+        0,
+        waits=False,
+    ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
     # Blocks of four, so that a sample finds its parent's tail with room behind it, and both write there.
     Instance(
@@ -61,14 +75,17 @@ SMALL = (
     ),
 )
 
-# Three requests of two tenants, six blocks and three of the host, block size 2, lengths up to three blocks.
-_LARGE_LIMITS = {"num_blocks": 6, "num_host_blocks": 3}
+# Three requests of two tenants, six blocks and three of the host, block size 2, lengths up to three blocks; two begin
+# with the same block. `full` takes every transition; the others add to it what would make it too large all at once.
+_ASKED = (Asked((1, 2, 3), 3, 0, "gold"), Asked((1, 2, 4, 5), 3, 0, "gold"), Asked((6, 7, 8), 4, -1, "iron"))
+_LIMITS = {"num_blocks": 6, "num_host_blocks": 3, "max_num_seqs": 3}
 LARGE = (
-    Instance(
-        "full",
-        (Asked((1, 2, 3), 3, 0, "gold"), Asked((1, 2, 4, 5), 3, 0, "gold"), Asked((6, 7, 8), 4, -1, "iron")),
-        _LARGE_LIMITS | {"max_num_seqs": 3},
-        slices_to_age=2,
-    ),
+    Instance("full", _ASKED, _LIMITS, num_aborts=1),
+    Instance("full aborts", _ASKED, _LIMITS, num_failures=0),
+    Instance("full failures", _ASKED, _LIMITS, num_failures=2, num_aborts=0),
+    Instance("full ages", _ASKED, _LIMITS, 0, 1, slices_to_age=1),
+    Instance("full disk", _ASKED, _LIMITS | {"num_host_blocks": 2, "num_disk_blocks": 1}, num_aborts=0),
+    Instance("full forks", (*_ASKED[:1], _ASKED[0]._replace(is_fork=True), _ASKED[2]), _LIMITS, num_aborts=0),
+    Instance("full fair", tuple([one._replace(priority=0) for one in _ASKED]), _LIMITS, num_aborts=0),
 )
 INSTANCES = {instance.name: instance for instance in (*SMALL, *LARGE)}

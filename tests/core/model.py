@@ -97,11 +97,29 @@ class Model(World):
         }
         return copy
 
+    def share_with(self, parent: "Model") -> None:
+        """Hold only once what is as it was in the state before: many thousand models wait to be looked into."""
+        self.log = []
+        before = parent.__dict__
+        for name, value in self.__dict__.items():
+            if value is not before[name] and value == before[name]:
+                self.__dict__[name] = before[name]
+
     # ---- events
 
-    def here(self) -> list[int]:
-        """The sequences that run or wait, in order of arrival."""
-        return sorted([*self.running(), *self.state.waiting.places])
+    def transfers(self) -> list[int]:
+        """Those under way, in an order that what they move gives: their numbers decide nothing."""
+        transfers = self.state.tiers.transfers
+        if len(transfers) < 2:
+            return list(transfers)
+        places = {sequence_id: place for place, sequence_id in enumerate(self.here())}
+
+        def moved(transfer_id: int) -> Any:
+            one = transfers[transfer_id]
+            names = [_in_place(name, places) for name in one.names]
+            return one.is_fetch, one.tier, [places.get(i, -1) for i in one.sequence_ids], names, transfer_id
+
+        return sorted(transfers, key=moved)
 
     def steps(self) -> Iterator[Step]:
         """Every event that may come next."""
@@ -120,8 +138,9 @@ class Model(World):
         for kind in self.to_come:
             if self._may_arrive(kind):
                 yield ("arrive", kind)
-        if self.num_aborts:
-            yield from (("abort", place) for place in range(len(here)))
+        if self.instance.num_aborts:
+            # Of one that has ended already it changes nothing, and does not count.
+            yield from [("abort", place) for place, i in enumerate(here) if self.num_aborts or i in self.ended]
         if here and self.instance.waits:
             yield ("wait",)
 
@@ -148,16 +167,24 @@ class Model(World):
             case ("transfer", place, ok):
                 if not ok:
                     self.num_failures = (self.num_failures[0], self.num_failures[1] - 1)
-                self.transfer(sorted(self.state.tiers.transfers)[place], ok=ok)
+                self.transfer(self.transfers()[place], ok=ok)
             case ("arrive", kind):
                 self.arrive_as(kind)
             case ("abort", place):
-                self.num_aborts -= 1
-                self.abort(self.here()[place])
+                sequence_id = self.here()[place]
+                self.num_aborts -= sequence_id not in self.ended
+                self.abort(sequence_id)
             case ("wait",):
                 self.now_us += SLICE_US
             case _:
                 raise ValueError(step)
+
+    def names(self, sequence_id: int) -> tuple[bytes, ...]:
+        if sequence_id in self.unnamed:
+            return ()
+        asked, size = self.asked[self.kinds[sequence_id]], self.state.config.block_size
+        salt = sequence_id if asked.is_fork else 0
+        return names_of_stream(asked.prompt, asked.max_tokens, salt, size)[: len(self.tokens[sequence_id]) // size]
 
     def check_state(self) -> None:
         """Done once for each canonical state, not for each event that leads to it: see `search`."""
@@ -277,6 +304,14 @@ class Model(World):
 
     def is_idle(self) -> bool:
         return not (self.state.running or self.state.waiting.places or self.state.tiers.transfers)
+
+
+def _in_place(name: bytes, places: dict[int, int]) -> bytes:
+    """A private name, which tells a sequence's number, with its place instead."""
+    if len(name) == 32:
+        return name
+    sequence_id, _, place = name.partition(b":")
+    return b"%d:%s" % (places.get(int(sequence_id), -1), place)
 
 
 @cache

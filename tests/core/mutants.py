@@ -30,6 +30,7 @@ from pagedjax.core.blocks import register, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.policy import Order
 from pagedjax.core.state import Cause, Phase, TransferDone, next_phase
+from pagedjax.core.tenants import account
 from pagedjax.core.tiers import Copy, give_copies
 from tests.core.instances import SMALL
 from tests.core.search import search
@@ -308,6 +309,70 @@ def break_reservations(num_blocks_reserved):
     return lambda running, block_size: 0
 
 
+def charge_somebody_else(charge):
+    def mutant(tenants, service):
+        names = sorted(tenants.accounts)
+        return charge(tenants, {names[names.index(name) - 1]: num for name, num in service.items()})
+
+    return mutant
+
+
+def bank_credit(enter):
+    def mutant(tenants, name, backlogged, weights):
+        after = enter(tenants, name, backlogged, weights)
+        own = account(tenants, name).counter
+        return after._replace(accounts=after.accounts.set(name, after.accounts[name]._replace(counter=own)))
+
+    return mutant
+
+
+def forget_who_was_in_line(leave):
+    return lambda tenants, before, after: leave(tenants, before, after)._replace(last_counter=0)
+
+
+def hold_without_counting(hold_copies):
+    return lambda tiers, names: (tiers, hold_copies(tiers, names)[1])
+
+
+def await_nothing(await_writes):
+    return lambda tiers, sequence_id, copies: tiers
+
+
+def settle_nothing(settle):
+    return lambda state, sequence_id: state
+
+
+def share_no_tails(add_children):
+    return lambda *args: replace(add_children(*args), shared_tails=frozenset())
+
+
+def keep_all_forks(leave_for_slots):
+    return lambda state, results: (state, ())
+
+
+def fork_too_long(child_of):
+    def mutant(*args):
+        one = child_of(*args)
+        return one._replace(num_tokens=one.num_tokens + 1, num_expected=one.num_expected + 1)
+
+    return mutant
+
+
+def reserve_for_forks(child_of):
+    return lambda parent, *args: child_of(parent, *args)._replace(stay=parent.stay._replace(reserved=True))
+
+
+def preempt_the_reserved(candidates):
+    def mutant(running, order, best):
+        return candidates([s._replace(stay=s.stay._replace(reserved=False)) for s in running], order, best)
+
+    return mutant
+
+
+def preempt_impatiently(may_preempt):
+    return lambda waiter, grade, order: True
+
+
 def preempt_who_is_owed(candidates):
     def mutant(running, order, best):
         config = replace(order.config, preemption_strategy="priority")
@@ -375,9 +440,23 @@ MUTANTS = [
     (parking, "reserve_copies", drop_a_dirty_block),
     (planning, "num_blocks_reserved", break_reservations),
     (yielding, "is_shielded", never),
+    (yielding, "_candidates", preempt_the_reserved),
+    (yielding, "_may_preempt", preempt_impatiently),
+    (parking, "hold_copies", hold_without_counting),
+    (transfers, "settle", settle_nothing),
+    (scheduler, "add_children", share_no_tails),
+    (scheduler, "leave_for_slots", keep_all_forks),
+    (forking, "child_of", fork_too_long),
+    (forking, "child_of", reserve_for_forks),
+    (leaving, "enter", bank_credit),
 ]
 MUTANTS_FOR_SEARCH = [
     (planning, "charge", charge_twice, "way"),
+    (planning, "charge", charge_somebody_else, "way"),
+    (parking, "await_writes", await_nothing, "slot"),
+    (transfers, "forget", forget_nothing, "failure"),
+    (scheduler, "enter", bank_credit, "turns"),
+    (planning, "leave", forget_who_was_in_line, "turns"),
     (scheduler, "_refunded", refund_nothing, "way"),
     (yielding, "_candidates", preempt_who_is_owed, "owed three"),
 ]

@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedjax.core import state as core_state
@@ -132,17 +132,20 @@ def _expand(found: Found, place: int, depth: int, model: Model) -> None:
     """Look at every state that one event leads to. The completion goes to the first that is another one."""
     for step in model.steps():
         following = model.clone()
+        found.num_edges += 1
         try:
             following.take(step)
+            if step == ("due",) and following.state == replace(model.state, now_us=following.state.now_us):
+                continue  # nothing to plan
             key = digest(following)
-            if key not in found.places:
+            target = found.places.get(key)
+            if target is None:
                 check(following.state)
         except BROKEN as error:
             what = f"{type(error).__name__}: {error}"
             raise Violation(found.instance, [*found.path(place), step], what) from error
-        found.num_edges += 1
-        target = found.places.get(key)
         if target is None:
+            following.share_with(model)
             target = _enter(found, key, following, place, step, depth + 1)
         if found.completions[place] == NOT_YET and target != place and completes(step):
             found.completions[place] = target

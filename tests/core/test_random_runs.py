@@ -28,9 +28,14 @@ def test_narrow_worlds_do_not_get_stuck(limits):
         random_world(1000 + seed, num_events=150, **limits)
 
 
-def test_a_lone_slot_that_changing_ranks_fight_over_is_left_in_the_end():
-    # Twenty-three preemptions for 27 tokens: one plan more than if ranks had stayed as they were.
+def test_beams_that_are_forked_on_the_way_count_for_the_bound():
+    # 154 plans: one more than the bound of those who were there at first, a third of that with their 23 forks.
     random_world(500669)
+
+
+def test_one_that_holds_too_much_yields_itself_before_one_of_a_worse_rank():
+    # The best-ranked has its block reserved; the second needs one, and is of the tenant that holds too much.
+    random_world(900027)
 
 
 def first_rows(world):

@@ -26,7 +26,7 @@ def searched(name):
 def test_no_order_of_events_breaks_a_small_instance_and_all_finish_from_every_state(name):
     found = searched(name)
     assert found.is_complete
-    assert len(found.places) > 100
+    assert len(found.places) > 50
     assert 0 < found.longest_completion <= max(found.bounds)
 
 
@@ -72,9 +72,10 @@ def test_states_that_the_search_takes_for_one_go_on_alike():
     [
         ("_tenants", lambda tenants: lambda model: (), "owed"),
         ("_pool", lambda pool: lambda *args: (), "slot"),
-        ("_sequence", lambda sequence: lambda naming, s: sequence(naming, s)[:13], "way"),
+        ("_times", lambda times: lambda naming, s: (), "way"),
+        ("_num_to_book", lambda num: lambda model: 0, "turns"),
     ],
-    ids=["no counters", "no blocks", "no times"],
+    ids=["no counters", "no blocks", "no times", "no distances between counters"],
 )
 def test_an_abstraction_that_forgets_too_much_is_found_out(name, coarser, instance):
     with planted(canonical, name, coarser), pytest.raises((AssertionError, *BROKEN)):
