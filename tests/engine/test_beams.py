@@ -100,15 +100,21 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.fixture(params=[True, False], ids=["a step ahead", "step by step"])
+def engine(tiny_engine, request):
+    """Others want the engine as it was."""
+    before = tiny_engine.state.config
+    tiny_engine.state = replace(tiny_engine.state, config=replace(before, async_scheduling=request.param))
+    yield tiny_engine
+    tiny_engine.state = replace(tiny_engine.state, config=before)
+
+
 @pytest.mark.parametrize("wish", SEARCHES.values(), ids=SEARCHES)
-def test_beams_are_those_of_a_plain_search(tiny_engine, log_probs, wish, async_scheduling):
+def test_beams_are_those_of_a_plain_search(engine, log_probs, wish):
     params = SamplingParams(**wish)
     for prompt in PROMPTS:
-        use(tiny_engine, "recompute", num_blocks=64)
-        config = replace(tiny_engine.state.config, async_scheduling=async_scheduling)
-        tiny_engine.state = replace(tiny_engine.state, config=config)
-        output, _ = run(tiny_engine, prompt, params)
+        use(engine, "recompute", num_blocks=64)
+        output, _ = run(engine, prompt, params)
         penalty = params.length_penalty
         expected = beam_search(
             log_probs,
