@@ -1,0 +1,156 @@
+"""What becomes of a step's rows: tokens kept and told to the caller, ends, faults, beams chosen."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pagedjax.core.errors import RequestError
+from pagedjax.core.plan import Row, RowResult
+from pagedjax.core.request import FinishReason
+from pagedjax.engine.beams import Beams
+from pagedjax.engine.live import Group, Live, new_hash, push
+from pagedjax.engine.metrics import EngineMetrics
+from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
+from pagedjax.engine.tokenizer import Tokenizer
+from pagedjax.engine.watch import Watch
+from pagedjax.runtime.results import StepResult
+from pagedjax.runtime.sampler import Scores
+from pagedjax.runtime.tokens import TokenTable
+
+
+class Rows:
+    """Mutable; belongs to the engine's thread. `updates` is what callers are to be told; `sequences` is the engine's
+    own, by id, and beams change it."""
+
+    def __init__(
+        self,
+        sequences: dict[int, Live],
+        tokens: TokenTable,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        watch: Watch,
+        new_sequence_id: Callable[[], int],
+        block_size: int,
+    ) -> None:
+        self.updates: list[Update] = []
+        self._sequences, self._tokens, self._tokenizer = sequences, tokens, tokenizer
+        self._metrics, self._watch = metrics, watch
+        self._new_sequence_id, self._block_size = new_sequence_id, block_size
+        self._heard: list[tuple[Group, Beams]] = []  # whose beams the step that is collected contains
+
+    def take(self, row: Row, result: StepResult, place: int, now_us: int) -> RowResult:
+        """One row's outcome: the token is appended, told to the caller and judged for a stop."""
+        live = self._sequences[row.sequence_id]
+        if live.ended:
+            self._metrics.discarded_tokens.inc(row.samples)
+            return RowResult(row.sequence_id, 0)
+        self._take_prompt_logprobs(live, result, place)
+        if result.pooled and place in result.pooled:
+            live.pooled += result.pooled[place]
+            live.num_pooled = row.start + row.length
+        if not row.samples:
+            return RowResult(row.sequence_id, 0)
+        if live.fault is not None:
+            return self._fail_row(live, live.fault)
+        token_id = int(result.ids[place])
+        if result.faulty[place]:
+            self._metrics.faulty_rows.inc()
+            return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
+        if live.group.beams is not None:
+            assert result.logprobs is not None
+            live.group.beams.hear(row.sequence_id, result.logprobs, place)
+            self._heard.append((live.group, live.group.beams))
+            return RowResult(row.sequence_id, 0)
+        try:
+            pooling = live.group.submission.pooling
+            delta = self._delta(live, token_id, result, place) if pooling is None else self._pooled_delta(live)
+        except RequestError as error:
+            return self._fail_row(live, error)
+        self._tokens.append(row.sequence_id, token_id)
+        self._watch.token(live, now_us)
+        self._give(live.group, delta)
+        if delta.finish_reason is not None:
+            live.ended = True
+            self._metrics.requests.labels(delta.finish_reason).inc()
+            self._metrics.e2e.observe((now_us - live.group.arrival_us) / 1e6)
+        named = new_hash(live, self._tokens.get(row.sequence_id), self._block_size)
+        return RowResult(row.sequence_id, 1, delta.finish_reason, named)
+
+    def choose_beams(self, now_us: int) -> dict[int, RowResult]:
+        """What becomes of the beams of each group of which this step has brought the last."""
+        chosen: dict[int, RowResult] = {}
+        for group, beams in self._heard:
+            if not beams.have_all_been_heard():
+                continue
+            chosen |= beams.choose(self._tokens, self._new_sequence_id, self._block_size)
+            for sequence_id, beam in beams.beams.items():
+                self._sequences[sequence_id] = group.members[sequence_id] = beam.live
+            if not beams.beams:
+                self._end_beams(group, beams, now_us)
+        self._heard.clear()
+        return chosen
+
+    def _end_beams(self, group: Group, beams: Beams, now_us: int) -> None:
+        try:
+            deltas = beams.deltas()
+        except EngineError as error:
+            self._metrics.requests.labels("error").inc()
+            self.updates.append(Update(group.submission.request_id, None, error=error))
+            return
+        self._metrics.ttft.observe((now_us - group.arrival_us) / 1e6)
+        self._metrics.e2e.observe((now_us - group.arrival_us) / 1e6)
+        for delta in deltas:
+            self._metrics.requests.labels(delta.finish_reason).inc()
+            update = Update(group.submission.request_id, delta, group.num_cached_tokens or 0, group.prompt_logprobs)
+            self.updates.append(update)
+
+    def _give(self, group: Group, delta: Delta) -> None:
+        """Tell the caller; where only the best samples come out, once all have ended."""
+        deltas, request = [delta], group.submission
+        if group.candidates is not None:
+            add_delta(group.candidates[delta.index], delta)
+            have_ended = all(candidate.finished for candidate in group.candidates)
+            deltas = best_of(group.candidates, request.params) if have_ended else []
+        for each in deltas:
+            update = Update(
+                request.request_id,
+                each,
+                group.num_cached_tokens or 0,
+                group.prompt_logprobs,
+                embedding=group.embedding,
+            )
+            self.updates.append(update)
+
+    def _pooled_delta(self, live: Live) -> Delta:
+        """The end of a sequence whose hidden states were wanted: they go to its group, and no token comes out."""
+        group = live.group
+        num_averaged = len(group.submission.prompt_token_ids) if group.submission.pooling == "mean" else 1
+        group.embedding = np.asarray(live.pooled, np.float32) / num_averaged
+        live.num_sampled += 1
+        return Delta(live.index, "", (), finish_reason=FinishReason.STOP.value)
+
+    def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
+        """The token as text and log-probabilities, and whether the sequence ends with it."""
+        text, finish, reason = push(live, token_id)
+        logprobs = None
+        if live.params.logprobs is not None:
+            assert result.logprobs is not None
+            logprobs = (self._logprobs(result.logprobs, place, live.params.logprobs),)
+        return Delta(live.index, text, (token_id,), logprobs, finish and finish.value, reason)
+
+    def _take_prompt_logprobs(self, live: Live, result: StepResult, place: int) -> None:
+        found = result.prompt_logprobs.get(place)
+        if found is None or live.group.prompt_logprobs is None:
+            return
+        num_top, scores = live.params.prompt_logprobs or 0, found.scores
+        live.group.prompt_logprobs.extend(self._logprobs(scores, i, num_top) for i in range(len(scores.ids)))
+
+    def _logprobs(self, scores: Scores, i: int, num_top: int) -> TokenLogprobs:
+        return token_logprobs(self._tokenizer, scores.ids[i], scores.logprobs[i], scores.ranks[i], num_top)
+
+    def _fail_row(self, live: Live, error: Exception) -> RowResult:
+        """End this request, and only this one."""
+        self._metrics.requests.labels("error").inc()
+        self.updates.append(Update(live.request_id, None, error=error))
+        live.ended = True
+        return RowResult(live.sequence_id, 0, FinishReason.ABORT)
