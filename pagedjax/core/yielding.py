@@ -155,10 +155,14 @@ def _num_running(running: list[Sequence]) -> int:
 
 
 def _without_excess(running: list[Sequence], order: Order) -> list[Sequence]:
-    """Fewer may run than do, since the configuration has changed: the lowest ranks yield, never the top."""
+    """Fewer may run than do, since the configuration has changed: the lowest ranks yield.
+
+    The top does only if all others that would have to are reserved: it could wait for their blocks, and they for its
+    row, for ever.
+    """
     by_rank = [index for index, s in enumerate(running) if s.phase in STAYS]
     by_rank.sort(key=lambda index: order.running(running[index]))
-    may_yield = [index for index in by_rank[1:] if not running[index].stay.reserved]
+    may_yield = [index for index in by_rank if not running[index].stay.reserved]
     for index in may_yield[::-1][: max(0, len(by_rank) - order.config.max_num_seqs)]:
         running[index] = yields(running[index], "slots")
     return running

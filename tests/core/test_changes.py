@@ -43,6 +43,16 @@ def test_with_fewer_slots_those_that_must_not_be_preempted_take_turns():
     assert not world.preempted and len(world.finished) == 4
 
 
+def test_with_one_slot_left_one_whose_blocks_are_reserved_goes_before_the_best_ranked():
+    world = World(num_blocks=3)
+    first, reserved = world.arrive(3, max_tokens=6), world.arrive(3, max_tokens=6, preemptible=False)
+    world.step()
+    world.change(max_num_seqs=1)
+    world.run()
+    assert world.preempted == [first]
+    assert list(world.finished) == [reserved, first]
+
+
 def test_with_more_slots_the_next_step_admits_more():
     world = World(max_num_seqs=1)
     for _ in range(3):

@@ -38,6 +38,11 @@ def test_one_that_holds_too_much_yields_itself_before_one_of_a_worse_rank():
     random_world(900027)
 
 
+def test_with_one_slot_left_the_best_ranked_makes_way_for_one_whose_blocks_are_reserved():
+    # It waited for a block, all of which were kept for the other, which waited for the only row.
+    random_world(2000471, num_events=600)
+
+
 def first_rows(world):
     """The first row of every sequence."""
     seen = {}
