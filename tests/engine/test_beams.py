@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.invariants import check
@@ -41,8 +42,12 @@ def beam_search(log_probs, prompt, width, num_tokens, *, length_penalty=1.0, sto
 def dense(model, config, size):
     """Log-probabilities [vocab] of what follows, the whole context computed anew each time, as one chunk."""
 
+    # The parameters are an argument: as constants they would be compiled in, and written to the compilation cache.
+    graph, parameters = nnx.split(model)
+
     @jax.jit
-    def logits(token_ids, n):
+    def logits(parameters, token_ids, n):
+        model = nnx.merge(graph, parameters)
         caches = init_caches(config, xla.BACKEND, num_blocks=1, block_size=size, dtype=jnp.float32)
         positions = jnp.arange(size, dtype=jnp.int32)
         slots = jnp.where(positions < n, positions, -1)
@@ -52,7 +57,9 @@ def dense(model, config, size):
 
     def log_probs(prompt, ids):
         known = [*prompt, *ids]
-        found = np.asarray(logits(np.array(known + [0] * (size - len(known)), np.int32), jnp.int32(len(known))))
+        found = np.asarray(
+            logits(parameters, np.array(known + [0] * (size - len(known)), np.int32), jnp.int32(len(known)))
+        )
         return found - found.max() - np.log(np.exp(found - found.max()).sum())
 
     cache = {}
