@@ -44,8 +44,8 @@ CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 ENGINE_SLICES_MS = (10, 50, 150, 500)
 # For a small model on a few cores: a step takes some tens of milliseconds.
 ENGINE_TRAFFIC = (
-    Traffic(num_requests=24, rate=3, prompt_median=16, output_median=4, priority=INTERACTIVE),
-    Traffic(num_requests=8, rate=4, prompt_median=96, output_median=48, output_sigma=0.3, priority=BATCH, seed=1),
+    Traffic(num_requests=72, rate=9, prompt_median=16, output_median=4, priority=INTERACTIVE),
+    Traffic(num_requests=20, rate=6, prompt_median=96, output_median=96, output_sigma=0.3, priority=BATCH, seed=1),
 )
 SLOWER_LINKS = {
     f"h200-like, {gb_per_s:g} GB/s": replace(H200_LIKE, host=Link(us_per_transfer=20, bytes_per_us=gb_per_s * 1e3))
