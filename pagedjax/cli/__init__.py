@@ -278,7 +278,10 @@ def _log_at(level: str) -> None:
 def _replay(args: argparse.Namespace) -> int:
     from pagedjax.cli import replay
 
-    return replay.run(args.recording, at=args.at, html=args.html, what_if=args.what_if, cost=args.cost)
+    if args.cost and not args.what_if:
+        raise ConfigError("--cost is the device of a simulation: give --what-if too")
+    cost = args.cost or COST_MODELS[0]
+    return replay.run(args.recording, at=args.at, html=args.html, what_if=args.what_if, cost=cost)
 
 
 def _pull(args: argparse.Namespace) -> None:

@@ -35,8 +35,8 @@ class Replay:
 def run(path: str, *, at: int | None, html: str | None, what_if: Sequence[str], cost: str) -> int:
     """Print what a recording holds. Gives 1 if the scheduler would do otherwise today, else 0."""
     sessions = list(read(Path(path)))
-    if at is not None and len(sessions) > 1:
-        print(f"{len(sessions)} sessions; --at counts in the last one")
+    if len(sessions) > 1 and (at is not None or html or what_if):
+        print(f"{len(sessions)} sessions; --at, --html and --what-if are about the last one")
     status = 0
     for number, session in enumerate(sessions, 1):
         is_last = number == len(sessions)
