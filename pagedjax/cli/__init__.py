@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         help="simulate the recorded requests with this setting of the scheduler changed too; may be repeated",
     )
     replay.add_argument(
-        "--cost", default="cpu-xla", choices=COST_MODELS, help="the simulated device (default: cpu-xla)"
+        "--cost", choices=COST_MODELS, help=f"the device that --what-if simulates (default: {COST_MODELS[0]})"
     )
     _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
     return top
