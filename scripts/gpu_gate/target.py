@@ -12,7 +12,7 @@ class Target(NamedTuple):
 
     name: str
     ptxas_arch: str
-    capability: str  # of GpuTargetConfigProto
+    capability: tuple[int, int]
     num_multiprocessors: int
     shared_bytes_per_block: int  # what a kernel may ask for
     shared_bytes_per_multiprocessor: int
@@ -27,7 +27,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "h200": Target(
             name="NVIDIA H200",
             ptxas_arch="sm_90a",
-            capability="major: 9 feature_extension: ACCELERATED_FEATURES",
+            capability=(9, 0),
             num_multiprocessors=132,
             shared_bytes_per_block=232_448,
             shared_bytes_per_multiprocessor=233_472,
@@ -39,7 +39,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "a100": Target(
             name="NVIDIA A100-SXM4-80GB",
             ptxas_arch="sm_80",
-            capability="major: 8",
+            capability=(8, 0),
             num_multiprocessors=108,
             shared_bytes_per_block=166_912,
             shared_bytes_per_multiprocessor=167_936,
@@ -54,6 +54,9 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 def target_config(target: Target) -> str:
     """XLA's GpuTargetConfigProto as text."""
+    major, minor = target.capability
+    # The "a" of sm_90a: wgmma and the like, which no later GPU has.
+    feature = "feature_extension: ACCELERATED_FEATURES" if target.ptxas_arch.endswith("a") else ""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -73,7 +76,7 @@ gpu_device_info {{
   device_memory_size: {target.memory_bytes}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  cuda_compute_capability {{ {target.capability} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels import dispatch
-from pallas_kernels.ragged_attention import AttentionShape, KVBlocks, Ragged
+from pallas_kernels.ragged_attention import AttentionNeed, AttentionShape, KVBlocks, Ragged
 from pallas_kernels.ragged_attention.shapes import MODELS
 from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program, struct
+from scripts.gpu_gate.target import TARGETS
 
 NUM_TOKENS, NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, NUM_LAYERS = 512, 64, 2048, 256, 4
 QUICK = "llama-3.1-8b"
@@ -35,7 +36,9 @@ def cases(target: str) -> Iterable[Case]:
                     kernels={"ragged_attention": (TENSOR_CORES,) if dtype != "float32" else ()},
                     cache=3,
                     num_layers=NUM_LAYERS,
-                    refused=candidate.refuse("gpu", shape, jnp.dtype(dtype)),
+                    refused=candidate.refuse(
+                        AttentionNeed("gpu", shape, jnp.dtype(dtype), capability=TARGETS[target].capability)
+                    ),
                     quick=name == QUICK and dtype == "bfloat16",
                 )
 
