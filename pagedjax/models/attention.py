@@ -16,12 +16,13 @@ from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
 class Attention(nnx.Module):
     """One layer's projections, q, k and v in one product."""
 
-    def __init__(self, config: ModelConfig, *, dtype: Any) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: Any, sum_over: str | None = None) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         num_out = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         bias = config.attention_bias
         self.qkv_proj = Linear(config.hidden_size, num_out, bias=bias, dtype=dtype)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=bias, dtype=dtype)
+        num_in = self.num_heads * self.head_dim
+        self.o_proj = Linear(num_in, config.hidden_size, bias=bias, dtype=dtype, sum_over=sum_over)
 
     def heads(self, x: jax.Array, *, norm: RMSNorm) -> jax.Array:
         """norm(x), x [tokens, hidden]: q, k and v side by side, [tokens, heads + 2 kv_heads, head_dim]."""
