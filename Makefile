@@ -55,7 +55,7 @@ native: $(BASE) ## compile the native kernels again, and say what fails
 
 sanitize: $(DEV) ## run the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
 	$(SAY) 'Running the native kernels under sanitizers'
-	@PYTHON=$(BIN)/python tests/kernels/native/sanitize.sh
+	@PYTHON=$(BIN)/python tests/pallas_kernels/native/sanitize.sh
 
 soak: $(DEV) ## check the scheduler's invariants over a million random events (ARGS="--events 1000")
 	$(SAY) 'Checking the scheduler'

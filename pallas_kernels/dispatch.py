@@ -6,17 +6,26 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, native, pallas_triton, reference, xla
+from pallas_kernels.ragged_attention import (
+    AttentionBackend,
+    AttentionNeed,
+    AttentionShape,
+    AttentionVariant,
+    native,
+    pallas_triton,
+    reference,
+    xla,
+)
 
 
 class Candidate(NamedTuple):
-    """A backend, and `refuse(platform, shape, dtype)`: the reason why it can't run there, or None.
+    """A backend, and `refuse(need)`: the reason why it can't do that, or None.
 
     One with `only_when_wished` is never chosen by itself.
     """
 
     backend: AttentionBackend
-    refuse: Callable[[str, AttentionShape, Any], str | None]
+    refuse: Callable[[AttentionNeed], str | None]
     only_when_wished: bool = False
 
 
@@ -27,9 +36,11 @@ class Choice(NamedTuple):
     refused: Mapping[str, str]
 
 
-def _always(platform: str, shape: AttentionShape, dtype: Any) -> None:
+def _always(need: AttentionNeed) -> None:
     return None
 
+
+_PLAIN = AttentionVariant()
 
 # In order of preference.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
@@ -50,19 +61,36 @@ def names(op: str) -> tuple[str, ...]:
     return tuple(candidate.backend.name for candidate in CANDIDATES[op])
 
 
-def choose(op: str, *, platform: str, shape: AttentionShape, dtype: Any, wish: str | None = None) -> Choice:
+def capability_of(device: Any) -> tuple[int, int] | None:
+    """A JAX device's compute capability; None for one that is no Nvidia GPU."""
+    numbers = str(getattr(device, "compute_capability", "")).split(".")
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else None
+
+
+def choose(
+    op: str,
+    *,
+    platform: str,
+    shape: AttentionShape,
+    dtype: Any,
+    variant: AttentionVariant = _PLAIN,
+    capability: tuple[int, int] | None = None,
+    wish: str | None = None,
+) -> Choice:
     """The first backend of `op` that can run `shape` in `dtype` on `platform` ("cpu", "gpu"), or the wished one.
 
+    `variant` tells what the model's attention adds and how its cache is kept, `capability` the GPU's generation.
     Raises KeyError for an unknown op, ValueError for an unknown wish or a shape that no model can have, and
     NotImplementedError, with the reasons, if the wished backend (or, without a wish, every backend) refuses.
     """
     _check(shape)
+    need = AttentionNeed(platform, shape, jnp.dtype(dtype), variant, capability)
     if wish is not None and wish not in names(op):
         raise ValueError(f"{op} has no backend {wish!r}; it has {', '.join(names(op))}")
     refused, chosen = {}, None
     for candidate in CANDIDATES[op]:
         name = candidate.backend.name
-        reason = candidate.refuse(platform, shape, jnp.dtype(dtype))
+        reason = candidate.refuse(need)
         if reason is not None:
             refused[name] = reason
         elif wish is not None and name != wish:

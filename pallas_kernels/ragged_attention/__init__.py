@@ -4,6 +4,13 @@ The op writes the step's keys and values into the cache, then attends. `referenc
 picks a backend.
 """
 
-from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionShape, KVBlocks, Ragged
+from pallas_kernels.ragged_attention.interface import (
+    AttentionBackend,
+    AttentionNeed,
+    AttentionShape,
+    AttentionVariant,
+    KVBlocks,
+    Ragged,
+)
 
-__all__ = ["AttentionBackend", "AttentionShape", "KVBlocks", "Ragged"]
+__all__ = ["AttentionBackend", "AttentionNeed", "AttentionShape", "AttentionVariant", "KVBlocks", "Ragged"]

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+
+from pallas_kernels.kv_blocks import LIMITS, KVBlocks
+
+__all__ = ["AttentionBackend", "AttentionNeed", "AttentionShape", "AttentionVariant", "KVBlocks", "Ragged", "Scoring"]
 
 
 class Ragged(NamedTuple):
@@ -22,14 +25,13 @@ class Ragged(NamedTuple):
     num_decode_rows: jax.Array  # [] leading rows with exactly one query token: row r is packed token r
 
 
-class KVBlocks(NamedTuple):
-    """The cache of one layer or of several. Axis 0 of each leaf counts blocks; the rest belongs to the backend.
+class Scoring(NamedTuple):
+    """How scores become weights, as backends hand it down: see `AttentionBackend`."""
 
-    Layers lie behind blocks: a block's bytes of all layers are one run, to be moved between memories at once.
-    """
-
-    k: jax.Array
-    v: jax.Array
+    scale: float
+    window: int | jax.Array | None = None
+    softcap: float | None = None
+    sinks: jax.Array | None = None  # [heads] float32
 
 
 class AttentionShape(NamedTuple):
@@ -41,15 +43,66 @@ class AttentionShape(NamedTuple):
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionVariant:
+    """What a model's attention adds to the plain one, and how its cache is kept.
+
+    `kv_dtype` None: in the computing type; "int8" or "float8_e4m3fn": quantised, with scales. Raises ValueError for
+    others.
+    """
+
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    kv_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is not None and self.kv_dtype not in LIMITS:
+            raise ValueError(f"a cache cannot be quantised to {self.kv_dtype!r}, only to {' or '.join(LIMITS)}")
+
+    def parts(self) -> tuple[str, ...]:
+        """What is asked for beyond plain attention, in words."""
+        named = {
+            "a sliding window": self.window,
+            "a soft-cap": self.softcap,
+            "attention sinks": self.sinks,
+            f"a cache in {self.kv_dtype}": self.kv_dtype is not None,
+        }
+        return tuple(words for words, wanted in named.items() if wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeed:
+    """Where a backend is to run, and on what: all that it may refuse for.
+
+    `platform` is JAX's ("cpu", "gpu"), `dtype` a numpy dtype: that of q, k, v and out. `capability` is the GPU's
+    compute capability; None: unknown, or no GPU.
+    """
+
+    platform: str
+    shape: AttentionShape
+    dtype: Any
+    variant: AttentionVariant = AttentionVariant()
+    capability: tuple[int, int] | None = None
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """One way to run the op. The functions are module-level ones, so that backends compare and hash.
 
-    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, num_layers=1)` gives a zeroed cache.
-    `block_bytes(block_size, num_kv_heads, head_dim, dtype)` gives the bytes of one block of one layer.
-    `attend(q, k, v, cache, ragged, *, scale, layer=0)` writes k, v [tokens, kv_heads, head_dim] at `ragged.slots` of
-    that layer (an int or a traced int32), then attends causally from q [tokens, heads, head_dim] and gives (out like q,
-    zero for padding tokens; the new cache). The cache is updated in place when the caller's jit donates it.
+    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, num_layers=1)` gives a zeroed cache; `dtype` is
+    the computing one or, where the backend can, "int8" or "float8_e4m3fn", quantised as `kv_blocks` tells.
+    `block_bytes(block_size, num_kv_heads, head_dim, dtype)` gives the bytes of one block of one layer, scales included.
+    `attend(q, k, v, cache, ragged, *, scale, layer=0, window=None, softcap=None, sinks=None, max_q_len=None)` writes
+    k, v [tokens, kv_heads, head_dim] at `ragged.slots` of that layer (an int or a traced int32), then attends causally
+    from q [tokens, heads, head_dim] and gives (out like q, zero for padding tokens; the new cache). The cache is
+    updated in place when the caller's jit donates it. Nobody writes slots out of range.
+    * A token sees the last `window` tokens only, itself included: an int, or a traced int32 where `prefers_loop`.
+    * A score s = scale * q·k becomes softcap * tanh(s / softcap).
+    * `sinks` [heads] float32 are logits, neither scaled nor capped, that take part in each head's softmax and give
+      nothing (arXiv:2309.17453, learnt as in gpt-oss).
+    * `max_q_len` is a promise that no row has more query tokens, for backends that save work by it: at 1, decodes
+      alone are computed. It never changes a result.
     `attend_turned(qkv, turns, cache, ragged, *, scale, layer=0)`, where there is one, does the same from one array
     [tokens, heads + 2 kv_heads, head_dim], its q and k first turned by rotary positions: cosines and sines
     [tokens, head_dim / 2], float32, of pairs of dimensions head_dim / 2 apart.
@@ -64,19 +117,3 @@ class AttentionBackend:
     prefers_loop: bool = False
     joins_layers: bool = False
     attend_turned: Callable[..., tuple[jax.Array, KVBlocks]] | None = None
-
-
-def kv_block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:
-    """Bytes of one block of one layer where K and V are kept plain, without padding or scales."""
-    return 2 * block_size * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
-
-
-def write_slots(flat: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
-    """`flat` [slots, …] with `values` [tokens, …] at `slots`; tokens of slot -1 are dropped."""
-    # A negative index would wrap to the end; only one past the end is dropped. Two rows at least, since XLA turns
-    # a scatter of one row into a dynamic-update-slice that copies the cache.
-    slots = jnp.where(slots < 0, flat.shape[0], slots)
-    if slots.shape[0] == 1:
-        slots = jnp.concatenate([slots, jnp.full_like(slots, flat.shape[0])])
-        values = jnp.concatenate([values, values])
-    return flat.at[slots].set(values.astype(flat.dtype), mode="drop")

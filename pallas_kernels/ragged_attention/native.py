@@ -17,23 +17,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
-from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionShape, KVBlocks, Ragged
+from pallas_kernels.ragged_attention.interface import (
+    AttentionBackend,
+    AttentionNeed,
+    AttentionVariant,
+    KVBlocks,
+    Ragged,
+)
 
 TARGET = "pagedjax_ragged_attention"
 STORED = {"float32": jnp.float32, "bfloat16": jnp.uint16, "float16": jnp.int16}
 
 
-def refuse(platform: str, shape: AttentionShape, dtype: Any) -> str | None:
+def refuse(need: AttentionNeed) -> str | None:
     """Why the kernel can't run there, or None."""
-    if platform != "cpu":
-        return f"it runs on CPUs, and this platform is {platform}"
-    if jnp.dtype(dtype).name not in STORED:
-        return f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(STORED)}"
+    shape = need.shape
+    if need.platform != "cpu":
+        return f"it runs on CPUs, and this platform is {need.platform}"
+    if need.dtype.name not in STORED:
+        return f"dtype {need.dtype.name} is not one of {', '.join(STORED)}"
     if shape.block_size % 8 or not 8 <= shape.block_size <= 64:
         return f"block_size {shape.block_size} is not a multiple of 8 from 8 to 64"
     if shape.head_dim > 256:
         return f"head_dim {shape.head_dim} is above 256"
-    return native.unavailable()
+    return _lacking(need.variant) or native.unavailable()
+
+
+def _lacking(variant: AttentionVariant) -> str | None:
+    return f"it has no {', no '.join(x.removeprefix('a ') for x in variant.parts())}" if variant.parts() else None
 
 
 def init_cache(
@@ -66,8 +77,18 @@ def attend(
     *,
     scale: float,
     layer: int | jax.Array = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_q_len: int | None = None,
 ) -> tuple[jax.Array, KVBlocks]:
-    """See `AttentionBackend`. Raises NativeUnavailable where there is no library."""
+    """See `AttentionBackend`; `max_q_len` saves nothing, as the work follows the rows.
+
+    Raises NotImplementedError for what `refuse` refuses, and NativeUnavailable where there is no library.
+    """
+    lacking = _lacking(AttentionVariant(window is not None, softcap is not None, sinks is not None))
+    if lacking is not None:
+        raise NotImplementedError(f"native attention: {lacking}")
     qkv = jnp.concatenate([q, k.astype(q.dtype), v.astype(q.dtype)], axis=1)
     return _call(qkv, (_NONE, _NONE), cache, ragged, scale, layer)
 
@@ -94,11 +115,12 @@ def _call(
     native.load()
     num_tokens, num_heads, head_dim = qkv.shape
     attended = jax.ShapeDtypeStruct((num_tokens, num_heads - 2 * cache.k.shape[2], head_dim), qkv.dtype)
-    outputs = [attended, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache)]
+    outputs = [attended, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cache.k, cache.v))]
     out, new_k, new_v = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={3: 1, 4: 2})(
         qkv,
         *turns,
-        *cache,
+        cache.k,
+        cache.v,
         ragged.block_tables,
         ragged.q_starts,
         ragged.kv_lens,

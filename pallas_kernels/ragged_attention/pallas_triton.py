@@ -22,15 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_attention import reference
-from pallas_kernels.ragged_attention.interface import (
-    AttentionBackend,
-    AttentionShape,
-    KVBlocks,
-    Ragged,
-    kv_block_bytes,
-    write_slots,
-)
+from pallas_kernels.kv_blocks import KVBlocks, block_bytes, init_blocks, write_slots
+from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionNeed, AttentionShape, Ragged
 from pallas_kernels.ragged_attention.pieces import Pieces
 from pallas_kernels.ragged_attention.tiles import TritonTiles, triton_tiles
 
@@ -46,27 +39,30 @@ MASKED = -1e30
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def refuse_interpreted(platform: str, shape: AttentionShape, dtype: Any) -> str | None:
+def refuse_interpreted(need: AttentionNeed) -> str | None:
     """Why the kernel can't take these shapes anywhere, or None."""
+    shape = need.shape
     group = shape.num_heads // shape.num_kv_heads
     if plt is None:
         return f"JAX {jax.__version__} has no Pallas Triton any more"
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(DTYPES)}"
+    if need.dtype.name not in DTYPES:
+        return f"dtype {need.dtype.name} is not one of {', '.join(DTYPES)}"
     if shape.block_size & (shape.block_size - 1) or not 8 <= shape.block_size <= 64:
         return f"block_size {shape.block_size} is not a power of two from 8 to 64"
     if shape.head_dim > 256:
         return f"head_dim {shape.head_dim} is above 256: a tile would not fit the registers"
     if group > 64:
         return f"{group} heads share a KV head, more than the 64 that a tile packs"
+    if need.variant.parts():
+        return f"it has no {', no '.join(x.removeprefix('a ') for x in need.variant.parts())}"
     return None
 
 
-def refuse(platform: str, shape: AttentionShape, dtype: Any) -> str | None:
+def refuse(need: AttentionNeed) -> str | None:
     """Why the compiled kernel can't run there, or None."""
-    if platform not in ("gpu", "cuda", "rocm"):
-        return f"Triton compiles for GPUs only, and this platform is {platform}"
-    return refuse_interpreted(platform, shape, dtype)
+    if need.platform not in ("gpu", "cuda", "rocm"):
+        return f"Triton compiles for GPUs only, and this platform is {need.platform}"
+    return refuse_interpreted(need)
 
 
 def attend(
@@ -78,11 +74,17 @@ def attend(
     *,
     scale: float,
     layer: int | jax.Array = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_q_len: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, KVBlocks]:
-    """See `AttentionBackend`. `dispatch.choose` asks `refuse` first; here JAX itself complains."""
+    """See `AttentionBackend`; `max_q_len` saves nothing. Raises NotImplementedError for what `refuse` refuses."""
+    if (window, softcap, sinks, cache.k_scale) != (None,) * 4:
+        raise NotImplementedError("this Triton kernel attends plainly only")
     num_tokens, kv_heads, head_dim = k.shape
-    shape = AttentionShape(q.shape[1], kv_heads, head_dim, cache.k.shape[2])
+    shape = AttentionShape(q.shape[1], kv_heads, head_dim, cache.k.shape[3])
     cache = KVBlocks(*(_write(c, x, ragged.slots, layer) for c, x in zip(cache, (k, v))))
     tiles = triton_tiles(shape)
     grouped = _grouped(q, kv_heads, tiles)
@@ -99,10 +101,13 @@ def attend_interpreted(*args: Any, **options: Any) -> tuple[jax.Array, KVBlocks]
 
 
 def _write(cached: jax.Array, values: jax.Array, slots: jax.Array, layer: int | jax.Array) -> jax.Array:
-    num_layers, block_size = cached.shape[1:3]
-    blocks, offsets = slots // block_size, slots % block_size
-    slots = jnp.where(slots < 0, -1, (blocks * num_layers + layer) * block_size + offsets)
-    return write_slots(cached.reshape(-1, *cached.shape[3:]), values, slots).reshape(cached.shape)
+    num_blocks, num_layers, kv_heads, block_size, head_dim = cached.shape
+    inside = (slots >= 0) & (slots < num_blocks * block_size)
+    # The flat slot of each of a token's KV heads, [tokens, kv_heads].
+    heads = ((slots // block_size * num_layers + layer) * kv_heads)[:, None] + jnp.arange(kv_heads)
+    flat = jnp.where(inside[:, None], heads * block_size + (slots % block_size)[:, None], -1)
+    values = values.reshape(-1, head_dim)
+    return write_slots(cached.reshape(-1, head_dim), values, flat.reshape(-1)).reshape(cached.shape)
 
 
 def _grouped(q: jax.Array, kv_heads: int, tiles: TritonTiles) -> jax.Array:
@@ -133,7 +138,7 @@ def _tiled(
     rows, index = pieces.locate(jnp.arange(num_tiles, dtype=jnp.int32))
     starts = jnp.minimum(ragged.q_starts[rows] + index * tiles.tile_q, ragged.q_starts[rows + 1])
     rest = pl.BlockSpec(memory_space=pl.ANY)
-    kernel = partial(_kernel, scale=scale, tiles=tiles, head_dim=head_dim, block_size=cache.k.shape[2])
+    kernel = partial(_kernel, scale=scale, tiles=tiles, head_dim=head_dim, block_size=cache.k.shape[3])
     return pl.pallas_call(
         kernel,
         grid=(num_tiles, kv_heads),
@@ -145,7 +150,8 @@ def _tiled(
         name="ragged_attention",
     )(
         q,
-        *cache,
+        cache.k,
+        cache.v,
         ragged.block_tables,
         rows,
         starts,
@@ -157,7 +163,7 @@ def _tiled(
 
 def _kernel(
     q_ref: Any,  # [kv_heads, tokens, group, head_dim]
-    k_ref: Any,  # [num_blocks, num_layers, block_size, kv_heads, head_dim]
+    k_ref: Any,  # [num_blocks, num_layers, kv_heads, block_size, head_dim]
     v_ref: Any,
     table_ref: Any,  # [rows, max_blocks]
     rows_ref: Any,  # [tiles]
@@ -189,7 +195,7 @@ def _kernel(
         blocks = plt.load(table_ref.at[row, jnp.where(live, keys, 0) // block_size])
         blocks = jnp.where(live, blocks, 0)
         inside = live[:, None] & (columns < head_dim)[None]
-        where = (blocks[:, None], layer, (keys % block_size)[:, None], head, jnp.minimum(columns, head_dim - 1)[None])
+        where = (blocks[:, None], layer, head, (keys % block_size)[:, None], jnp.minimum(columns, head_dim - 1)[None])
         k = plt.load(k_ref.at[where], mask=inside, other=0.0)  # [tile_kv, head_dim]
         v = plt.load(v_ref.at[where], mask=inside, other=0.0)
         scores = plt.dot(q, k, trans_b=True, precision=precision) * scale  # [size, tile_kv] float32
@@ -212,5 +218,5 @@ def _kernel(
     plt.store(out_ref.at[head, pl.ds(start, tiles.tile_q)], out, mask=jnp.broadcast_to(mine, out.shape))
 
 
-BACKEND = AttentionBackend("pallas_triton", reference.init_cache, kv_block_bytes, attend)
-INTERPRETED = AttentionBackend("pallas_triton_interpret", reference.init_cache, kv_block_bytes, attend_interpreted)
+BACKEND = AttentionBackend("pallas_triton", init_blocks, block_bytes, attend)
+INTERPRETED = AttentionBackend("pallas_triton_interpret", init_blocks, block_bytes, attend_interpreted)

@@ -1,20 +1,11 @@
 """The definition of ragged attention: dense, float32, as plain as it gets. A backend that disagrees is wrong."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_attention.interface import AttentionBackend, KVBlocks, Ragged, kv_block_bytes, write_slots
-
-
-def init_cache(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, num_layers: int = 1
-) -> KVBlocks:
-    """Zeroed K and V, [num_blocks, num_layers, block_size, kv_heads, head_dim] each."""
-    shape = (num_blocks, num_layers, block_size, num_kv_heads, head_dim)
-    return KVBlocks(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+from pallas_kernels.kv_blocks import KVBlocks, block_bytes, dequantise, init_blocks, quantise, write_slots
+from pallas_kernels.ragged_attention.interface import AttentionBackend, Ragged
 
 
 def attend(
@@ -26,30 +17,57 @@ def attend(
     *,
     scale: float,
     layer: int | jax.Array = 0,
+    window: int | jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_q_len: int | None = None,
 ) -> tuple[jax.Array, KVBlocks]:
-    """See `AttentionBackend`. Memory grows with tokens x table width."""
-    block_size, kv_heads, head_dim = cache.k.shape[2:]
-    flat = [c[:, layer].reshape(-1, kv_heads, head_dim) for c in cache]
-    flat = [write_slots(c, x, ragged.slots) for c, x in zip(flat, (k, v))]
-    blocks = [c.reshape(-1, block_size, kv_heads, head_dim) for c in flat]
-
-    tokens = jnp.arange(q.shape[0])
+    """See `AttentionBackend`; `max_q_len` saves nothing. Memory grows with tokens x table width."""
+    cache = _write(cache, k, v, ragged.slots, layer)
+    num_tokens, block_size, kv_heads = q.shape[0], cache.k.shape[3], cache.k.shape[2]
+    tokens = jnp.arange(num_tokens)
     rows = jnp.minimum(jnp.searchsorted(ragged.q_starts[1:], tokens, side="right"), ragged.kv_lens.shape[0] - 1)
-    positions = ragged.kv_lens[rows] - ragged.q_starts[rows + 1] + tokens
+    positions = (ragged.kv_lens[rows] - ragged.q_starts[rows + 1] + tokens)[:, None]
     keys = jnp.arange(ragged.block_tables.shape[1] * block_size)
-    seen = (keys <= positions[:, None]) & (tokens < ragged.q_starts[-1])[:, None]  # [tokens, keys]
+    seen = (keys <= positions) & (tokens < ragged.q_starts[-1])[:, None]  # [tokens, keys]
+    if window is not None:
+        seen &= keys > positions - window
 
     tables = jnp.where(ragged.block_tables < 0, 0, ragged.block_tables)[rows]
-    k_rows, v_rows = (c[tables].reshape(q.shape[0], -1, kv_heads, head_dim).astype(jnp.float32) for c in blocks)
+    k_rows, v_rows = (x[tables, layer].swapaxes(2, 3).reshape(num_tokens, -1, *k.shape[1:]) for x in _plain(cache))
     # Unseen slots may hold NaN, and 0 * NaN is NaN: they are cleared, not only weighted by 0.
     v_rows = jnp.where(seen[:, :, None, None], v_rows, 0.0)
-    grouped = q.astype(jnp.float32).reshape(q.shape[0], kv_heads, -1, head_dim)
+    grouped = q.astype(jnp.float32).reshape(num_tokens, kv_heads, -1, q.shape[-1])
     scores = jnp.einsum("tkgd,tskd->tkgs", grouped, k_rows, precision=lax.Precision.HIGHEST) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    weights = jnp.where(seen[:, None, None], jax.nn.softmax(scores, -1), 0.0)
+    logits = jnp.full((q.shape[1],), -jnp.inf) if sinks is None else sinks
+    logits = jnp.broadcast_to(logits.reshape(kv_heads, -1, 1), (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, logits], -1), -1)[..., :-1]
+    weights = jnp.where(seen[:, None, None], weights, 0.0)
     out = jnp.einsum("tkgs,tskd->tkgd", weights, v_rows, precision=lax.Precision.HIGHEST)
-    cache = KVBlocks(*(c.at[:, layer].set(new) for c, new in zip(cache, blocks)))
     return out.reshape(q.shape).astype(q.dtype), cache
 
 
-BACKEND = AttentionBackend("reference", init_cache, kv_block_bytes, attend)
+def _write(cache: KVBlocks, k: jax.Array, v: jax.Array, slots: jax.Array, layer: int | jax.Array) -> KVBlocks:
+    if cache.k_scale is None:
+        return KVBlocks(_put(cache.k, k, slots, layer), _put(cache.v, v, slots, layer))
+    (k, k_scale), (v, v_scale) = quantise(k, cache.k.dtype), quantise(v, cache.v.dtype)
+    return KVBlocks(*(_put(leaf, x, slots, layer) for leaf, x in zip(cache, (k, v, k_scale, v_scale))))
+
+
+def _put(leaf: jax.Array, values: jax.Array, slots: jax.Array, layer: int | jax.Array) -> jax.Array:
+    """leaf [num_blocks, num_layers, kv_heads, block_size, …] with values [tokens, kv_heads, …] at slots."""
+    blocks = leaf[:, layer].swapaxes(1, 2)  # [num_blocks, block_size, kv_heads, …]
+    flat = write_slots(blocks.reshape(-1, *blocks.shape[2:]), values, slots)
+    return leaf.at[:, layer].set(flat.reshape(blocks.shape).swapaxes(1, 2))
+
+
+def _plain(cache: KVBlocks) -> tuple[jax.Array, jax.Array]:
+    if cache.k_scale is None:
+        return cache.k.astype(jnp.float32), cache.v.astype(jnp.float32)
+    return dequantise(cache.k, cache.k_scale), dequantise(cache.v, cache.v_scale)
+
+
+BACKEND = AttentionBackend("reference", init_blocks, block_bytes, attend)

@@ -22,7 +22,7 @@ MIB = 2**20
 
 def test_block_bytes_are_what_is_allocated():
     caches = init_caches(CONFIG, xla.BACKEND, num_blocks=10, block_size=16, dtype=jnp.float32)
-    allocated = sum(leaf.nbytes for cache in caches for leaf in cache)
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
     assert allocated == 10 * kv_cache.block_bytes(CONFIG, xla.BACKEND, 16, jnp.float32)
 
 

@@ -2,7 +2,7 @@
 # Builds the native kernels with AddressSanitizer and UBSan, and the pool with ThreadSanitizer, and runs their drivers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-native=pallas_kernels/native drivers=tests/kernels/native
+native=pallas_kernels/native drivers=tests/pallas_kernels/native
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cxx=${CXX:-c++}

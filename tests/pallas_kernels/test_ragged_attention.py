@@ -10,11 +10,22 @@ from pallas_kernels.native import unavailable
 from pallas_kernels.ragged_attention import AttentionShape, KVBlocks, native, pallas_triton, reference, xla
 from pallas_kernels.ragged_attention.shapes import MODELS, SMALL
 from pallas_kernels.ragged_attention.tiles import XlaTiles
-from tests.kernels.cases import MIXES, NUM_BLOCKS, TOKENS, expected, make_case, run
+from tests.pallas_kernels.cases import MIXES, NUM_BLOCKS, TOKENS, expected, make_case, run
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=16)
 NATIVE = pytest.param(native.BACKEND, marks=pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())))
 BACKENDS = [xla.BACKEND, pallas_triton.INTERPRETED, NATIVE]
+VARIANT_BACKENDS = [reference.BACKEND, xla.BACKEND]
+SINKS = np.linspace(-1, 3, SHAPE.num_heads, dtype=np.float32)
+VARIANTS = {
+    "a window": {"window": 20},
+    "a window of one": {"window": 1},
+    "a soft-cap": {"softcap": 1.5},
+    "sinks": {"sinks": SINKS},
+    "int8": {"kv_dtype": "int8"},
+    "float8": {"kv_dtype": "float8_e4m3fn"},
+    "all": {"window": 37, "softcap": 2.0, "sinks": SINKS, "kv_dtype": "int8"},
+}
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 by_name = {"ids": lambda x: x.name}
 
@@ -42,6 +53,29 @@ def test_backends_agree_on_any_shape(backend, shape):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_backends_agree_in_half_precision(backend, dtype):
     check(backend, make_case(SMALL[1], MIXES["decodes and chunks"]), dtype)
+
+
+@pytest.mark.parametrize("backend", VARIANT_BACKENDS, **by_name)
+@pytest.mark.parametrize("mix", ["decodes and chunks", "one long among many short"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants_agree_with_loops_over_tokens(backend, mix, variant):
+    case = make_case(SHAPE, MIXES[mix])
+    got, wanted = run(backend, case, jnp.float32, **variant), expected(case, **variant)
+    np.testing.assert_allclose(got[0], wanted[0], atol=5e-5)
+    np.testing.assert_allclose(got[1], wanted[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_cache_costs_little_precision(kv_dtype):
+    case = make_case(SHAPE, MIXES["decodes and chunks"])
+    exact, stored = (run(reference.BACKEND, case, jnp.float32, kv_dtype=x)[0] for x in (None, kv_dtype))
+    assert 0 < np.abs(stored - exact).max() < {"int8": 0.02, "float8_e4m3fn": 0.1}[kv_dtype]
+
+
+def test_native_code_raises_for_what_it_refuses():
+    case = make_case(SHAPE, MIXES["decodes"])
+    with pytest.raises(NotImplementedError, match="no sliding window, no soft-cap"):
+        native.attend(case.q, case.k, case.v, None, case.ragged, scale=1.0, window=3, softcap=1.0)
 
 
 @pytest.mark.parametrize("backend", [reference.BACKEND, *BACKENDS], **by_name)
@@ -85,10 +119,10 @@ def test_the_cache_is_updated_in_place_under_donation(backend):
     case = make_case(SHAPE, MIXES["decodes"])
     cache = backend.init_cache(NUM_BLOCKS, 16, 2, 16, jnp.float32, num_layers=2)
     step = jax.jit(lambda c, *x: backend.attend(*x, c, case.ragged, scale=1.0, layer=1)[::-1], donate_argnums=0)
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in cache]
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
     for _ in range(2):
         cache, _ = step(cache, case.q, case.k, case.v)
-    assert [leaf.unsafe_buffer_pointer() for leaf in cache] == pointers
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)] == pointers
 
 
 @pytest.mark.parametrize(("num_tokens", "num_layers"), [(1, 1), (48, 2)])
@@ -97,11 +131,15 @@ def test_temporaries_do_not_grow_with_the_pool(num_tokens, num_layers):
     assert large == small
 
 
-def test_block_bytes_are_what_a_block_of_one_layer_takes():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_block_bytes_are_what_a_block_of_one_layer_takes(dtype):
     for backend in (reference.BACKEND, xla.BACKEND, pallas_triton.INTERPRETED, native.BACKEND):
-        cache = backend.init_cache(10, 16, 3, 64, jnp.bfloat16, num_layers=4)
-        assert sum(leaf.nbytes for leaf in cache) == 10 * 4 * backend.block_bytes(16, 3, 64, jnp.bfloat16)
-        assert {leaf.shape[0] for leaf in cache} == {10}
+        if dtype != "bfloat16" and backend is native.BACKEND:
+            continue
+        cache = backend.init_cache(10, 16, 3, 64, dtype, num_layers=4)
+        leaves = jax.tree.leaves(cache)
+        assert sum(leaf.nbytes for leaf in leaves) == 10 * 4 * backend.block_bytes(16, 3, 64, dtype)
+        assert {leaf.shape[0] for leaf in leaves} == {10}
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

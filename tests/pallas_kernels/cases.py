@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, KVBlocks, Ragged
-from tests.kernels.native.attention_layout import from_native, to_native
+from tests.pallas_kernels.native.attention_layout import from_native, to_native
 
 TOKENS, ROWS, NUM_BLOCKS = 48, 12, 64
 
@@ -61,33 +61,69 @@ def make_case(shape: AttentionShape, mix: tuple[tuple[int, int], ...], seed: int
 
 
 def run(
-    backend: AttentionBackend, case: Case, dtype: Any, num_layers: int = 1, layer: int = 0, **options: Any
+    backend: AttentionBackend,
+    case: Case,
+    dtype: Any,
+    num_layers: int = 1,
+    layer: int = 0,
+    kv_dtype: str | None = None,
+    sinks: jax.Array | None = None,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [tokens, heads, head_dim], that layer's K and V as `case.history` is laid out), float32.
 
-    Layers other than `layer` hold NaN.
+    Layers other than `layer` hold NaN. With a `kv_dtype` the cache is quantised, and K and V are what it says.
     """
     q, k, v = (x.astype(dtype) for x in (case.q, case.k, case.v))
     plain = np.full((2, NUM_BLOCKS, num_layers, *case.history.shape[2:]), np.nan, jnp.dtype(dtype))
     plain[:, :, layer] = case.history
     attend = compiled(backend, case.scale, tuple(options.items()))
-    out, new = attend(q, k, v, laid_out(backend, plain), case.ragged, layer=jnp.int32(layer))
-    stored = np.stack(read_back(backend, new, plain))[:, :, layer]
+    cache = laid_out(backend, plain, kv_dtype)
+    out, new = attend(q, k, v, cache, case.ragged, layer=jnp.int32(layer), sinks=sinks)
+    stored = np.stack(read_back(backend, new, plain, kv_dtype))[:, :, layer]
     return np.asarray(out, np.float32), stored.astype(np.float32)
 
 
-def laid_out(backend: AttentionBackend, plain: np.ndarray) -> KVBlocks:
+def laid_out(backend: AttentionBackend, plain: np.ndarray, kv_dtype: str | None = None) -> KVBlocks:
     """K and V [2, num_blocks, num_layers, block_size, kv_heads, head_dim] as the backend lays them out."""
     if backend.name == "native":
-        return KVBlocks(*map(jnp.asarray, to_native(*plain)))
-    empty = backend.init_cache(plain.shape[1], *plain.shape[3:], plain.dtype, num_layers=plain.shape[2])
-    return KVBlocks(*(jnp.asarray(x.view(leaf.dtype).reshape(leaf.shape)) for leaf, x in zip(empty, plain)))
+        return jax.tree.map(jnp.asarray, to_native(*plain))
+    leaves = list(plain)
+    if kv_dtype is not None:
+        values, scales = zip(*(quantised(x, kv_dtype) for x in plain))
+        leaves = [*values, *scales]
+    empty = backend.init_cache(plain.shape[1], *plain.shape[3:], kv_dtype or plain.dtype, num_layers=plain.shape[2])
+    if backend.name != "xla":  # heads before the tokens of a block
+        leaves = [x.swapaxes(2, 3) for x in leaves]
+    leaves = [np.ascontiguousarray(x).view(leaf.dtype).reshape(leaf.shape) for leaf, x in zip(empty, leaves)]
+    return KVBlocks(*map(jnp.asarray, leaves))
 
 
-def read_back(backend: AttentionBackend, cache: KVBlocks, plain: np.ndarray) -> tuple[np.ndarray, ...]:
+def read_back(
+    backend: AttentionBackend, cache: KVBlocks, plain: np.ndarray, kv_dtype: str | None = None
+) -> tuple[np.ndarray, ...]:
+    """K and V of a cache as `plain` is laid out; float32 where quantised."""
     if backend.name == "native":
         return from_native(cache, plain.shape[1:], plain.dtype)
-    return tuple(np.asarray(leaf).view(plain.dtype).reshape(plain.shape[1:]) for leaf in cache)
+    shape, leaves = plain.shape[1:], [np.asarray(leaf) for leaf in cache if leaf is not None]
+    shapes = [shape, shape, shape[:-1], shape[:-1]]
+    if backend.name == "xla":
+        leaves = [x.reshape(s) for x, s in zip(leaves, shapes)]
+    else:
+        leaves = [x.swapaxes(2, 3) for x in leaves]
+    leaves[:2] = [np.ascontiguousarray(x).view(jnp.dtype(kv_dtype or plain.dtype)) for x in leaves[:2]]
+    if kv_dtype is None:
+        return tuple(leaves)
+    return tuple(x.astype(np.float32) * scale[..., None] for x, scale in zip(leaves[:2], leaves[2:]))
+
+
+def quantised(x: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., head_dim] as `kv_dtype` and scales [...], in numpy. NaN stays in the scale alone, as types without NaN
+    can't hold it."""
+    x, limit = x.astype(np.float32), np.float32({"int8": 127, "float8_e4m3fn": 448}[kv_dtype])
+    scale = np.abs(x).max(-1) / limit
+    scaled = np.nan_to_num(x / np.where(scale == 0, 1, scale)[..., None]).clip(-limit, limit)
+    return (np.rint(scaled) if kv_dtype == "int8" else scaled).astype(jnp.dtype(kv_dtype)), scale
 
 
 @cache
@@ -96,12 +132,21 @@ def compiled(backend: AttentionBackend, scale: float, options: tuple[tuple[str, 
     return jax.jit(partial(backend.attend, scale=scale, **dict(options)))
 
 
-def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def expected(
+    case: Case,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    kv_dtype: str | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """The same by loops over tokens and heads in numpy, float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (case.q, case.k, case.v))
     stored = case.history.reshape(2, -1, *case.history.shape[3:]).astype(np.float64)
     slots = np.asarray(case.ragged.slots)
     stored[0, slots[slots >= 0]], stored[1, slots[slots >= 0]] = k[slots >= 0], v[slots >= 0]
+    if kv_dtype is not None:
+        values, scale = quantised(stored, kv_dtype)
+        stored = values.astype(np.float64) * scale[..., None]
     out = np.zeros(q.shape)
     block_size, group = case.history.shape[2], q.shape[1] // k.shape[1]
     for row, kv_len in enumerate(np.asarray(case.ragged.kv_lens)):
@@ -109,8 +154,10 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
         where = np.arange(kv_len)
         places = np.asarray(case.ragged.block_tables)[row, where // block_size] * block_size + where % block_size
         for token in range(first, end):
-            seen = places[: kv_len - (end - first) + (token - first) + 1]
+            seen = places[: kv_len - (end - first) + (token - first) + 1][-(window or kv_len) :]
             for head in range(q.shape[1]):
-                weights = np.exp(stored[0, seen, head // group] @ q[token, head] * case.scale)
-                out[token, head] = weights @ stored[1, seen, head // group] / weights.sum()
+                scores = stored[0, seen, head // group] @ q[token, head] * case.scale
+                weights = np.exp(scores if softcap is None else softcap * np.tanh(scores / softcap))
+                total = weights.sum() + (0 if sinks is None else np.exp(float(sinks[head])))
+                out[token, head] = weights @ stored[1, seen, head // group] / total
     return out, stored.reshape(case.history.shape)

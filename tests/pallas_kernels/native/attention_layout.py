@@ -24,7 +24,7 @@ def from_native(cache: KVBlocks, shape: tuple[int, ...], dtype: np.dtype) -> tup
     num_blocks, num_layers, block_size, kv_heads, head_dim = shape
     k_dim, v_dim = native.padded(head_dim)
     pack, tile = pack_of(dtype), 16 if block_size % 16 == 0 else 8
-    k, v = (np.asarray(leaf).view(dtype) for leaf in cache)
+    k, v = (np.asarray(leaf).view(dtype) for leaf in cache[:2])
     k = k.reshape(num_blocks, num_layers, kv_heads, block_size // tile, k_dim // pack, tile, pack)
     k = k.transpose(0, 1, 3, 5, 2, 4, 6).reshape(*shape[:4], k_dim)
     v = v.reshape(num_blocks, num_layers, kv_heads, block_size // pack, v_dim, pack)

@@ -10,7 +10,7 @@ import pytest
 from pagedjax.models import rope
 from pallas_kernels import native as library
 from pallas_kernels.ragged_attention import AttentionShape, native
-from tests.kernels.cases import MIXES, NUM_BLOCKS, expected, laid_out, make_case, run
+from tests.pallas_kernels.cases import MIXES, NUM_BLOCKS, expected, laid_out, make_case, run
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 ODD_SHAPES = (

@@ -1,15 +1,17 @@
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import dispatch, native
-from pallas_kernels.ragged_attention import AttentionShape
+from pallas_kernels.ragged_attention import AttentionShape, AttentionVariant
 from pallas_kernels.ragged_attention.shapes import MODELS
 
 SHAPE = MODELS["smollm2-135m"]
 
 
-def choose(platform="cpu", shape=SHAPE, dtype=jnp.bfloat16, wish=None):
-    return dispatch.choose("ragged_attention", platform=platform, shape=shape, dtype=dtype, wish=wish)
+def choose(platform="cpu", shape=SHAPE, dtype=jnp.bfloat16, **options):
+    return dispatch.choose("ragged_attention", platform=platform, shape=shape, dtype=dtype, **options)
 
 
 def test_a_cpu_takes_native_code_where_there_is_some_else_xla_and_says_why():
@@ -32,6 +34,31 @@ def test_native_code_refuses_shapes_it_cannot_take_and_xla_takes_over(change, dt
     choice = choose("cpu", SHAPE._replace(**change), dtype)
     assert choice.backend.name == "xla"
     assert reason in choice.refused["native"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "reason"),
+    [
+        (AttentionVariant(window=True), "no sliding window"),
+        (AttentionVariant(softcap=True, sinks=True), "no soft-cap, no attention sinks"),
+        (AttentionVariant(kv_dtype="int8"), "no cache in int8"),
+    ],
+)
+def test_native_code_refuses_variants_it_lacks_and_xla_takes_over(variant, reason):
+    choice = choose(variant=variant)
+    assert choice.backend.name == "xla"
+    assert reason in choice.refused["native"]
+
+
+def test_a_cache_cannot_be_quantised_to_any_type():
+    with pytest.raises(ValueError, match="'int3', only to int8 or float8_e4m3fn"):
+        AttentionVariant(kv_dtype="int3")
+
+
+def test_the_compute_capability_is_the_devices():
+    assert dispatch.capability_of(SimpleNamespace(compute_capability="9.0")) == (9, 0)
+    assert dispatch.capability_of(SimpleNamespace(compute_capability="gfx942")) is None
+    assert dispatch.capability_of(SimpleNamespace()) is None
 
 
 def test_a_gpu_prefers_triton_and_says_so_of_xla():
