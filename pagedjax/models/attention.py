@@ -34,8 +34,16 @@ class Attention(nnx.Module):
         return self.o_proj(attended.reshape(attended.shape[0], -1), residual=residual)
 
 
-def mixer(backend: AttentionBackend, config: ModelConfig, positions: jax.Array, ragged: Ragged) -> Mix:
-    """How tokens at `positions` [tokens] rotate, write to the cache and attend: equal in all layers."""
+def mixer(
+    backend: AttentionBackend,
+    config: ModelConfig,
+    positions: jax.Array,
+    ragged: Ragged,
+    *,
+    max_q_len: int | None = None,
+) -> Mix:
+    """How tokens at `positions` [tokens] rotate, write to the cache and attend: equal in all layers. `max_q_len` is
+    the promise of `AttentionBackend`."""
     frequencies = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     turns = rope.tables(positions, frequencies)
     # Numpy's own arrays can't be indexed by traced values.
@@ -48,6 +56,6 @@ def mixer(backend: AttentionBackend, config: ModelConfig, positions: jax.Array, 
             return backend.attend_turned(qkv, turns, cache, ragged, scale=scale, layer=layer)
         q, k, v = jnp.split(qkv, (config.num_heads, config.num_heads + config.num_kv_heads), axis=1)
         q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
-        return backend.attend(q, k, v, cache, ragged, scale=scale, layer=layer)
+        return backend.attend(q, k, v, cache, ragged, scale=scale, layer=layer, max_q_len=max_q_len)
 
     return mix

@@ -59,14 +59,19 @@ class LlamaForCausalLM(nnx.Module):
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, caches: tuple[KVBlocks, ...], ragged: Ragged
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        caches: tuple[KVBlocks, ...],
+        ragged: Ragged,
+        max_q_len: int | None = None,
     ) -> tuple[jax.Array, tuple[KVBlocks, ...]]:
         """token_ids and positions [tokens], caches of `stack.init_caches`: (hidden [tokens, hidden], caches).
 
-        `hidden` is after the final norm.
+        `hidden` is after the final norm. `max_q_len` is the promise of `AttentionBackend`.
         Raises ValueError unless there is one cache of all layers or one a layer.
         """
-        mix = mixer(self.backend, self.config, positions, ragged)
+        mix = mixer(self.backend, self.config, positions, ragged, max_q_len=max_q_len)
         loop = self.backend.prefers_loop and len(token_ids) > 1  # for one token the switches cost a twentieth
         x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=loop)
         return self.norm(x), caches

@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.config import ModelConfig
 
-AXIS = "tensor"
+AXIS = "tp"
 # The axis along which a product's parameters lie on the devices one after the other; others are whole on each.
 _SPLIT: dict[tuple[str, ...], int] = {
     ("qkv_proj", "weight"): 0,

@@ -5,6 +5,7 @@ On a `mesh` the model is split over its only axis (see `models.sharding`): the f
 each device's attention has its own KV heads, and the cache is split as its heads are.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ def jobs(
         parts = _parts(config, backend, dtype)
     else:
         parts, caches = _split(config, scheduler, backend, dtype, caches, mesh)
-    found = programs.jobs(parts, shapes_for(scheduler), caches, scheduler.max_num_seqs, config, dtype)
+    decodes = backend.prefers_decode_programs
+    found = programs.jobs(parts, shapes_for(scheduler), caches, scheduler.max_num_seqs, config, dtype, decodes=decodes)
     if mesh is not None:
         return [_placed(job, mesh) for job in found]
     sizes = swap.copy_sizes(_block_bytes(caches), scheduler.num_blocks)
@@ -89,13 +91,17 @@ def _split(
     shard = _parts(shard_config, backend, dtype, sum_over=sharding.AXIS)
     specs = tuple(_spec(names, leaf.ndim) for names, leaf in zip(whole.names, whole.forward_leaves, strict=True))
     cache_specs = jax.tree.map(_split_spec, caches, _caches(shard_config, scheduler, backend, dtype))
-    forward = jax.shard_map(
-        shard.forward,
-        mesh=mesh,
-        in_specs=(specs, WHOLE, WHOLE, cache_specs, WHOLE),
-        out_specs=(WHOLE, cache_specs),
-        check_vma=False,
-    )
+
+    def forward(leaves: Any, ids: Any, positions: Any, caches: Any, ragged: Any, max_q_len: int | None) -> Any:
+        mapped = jax.shard_map(
+            partial(shard.forward, max_q_len=max_q_len),
+            mesh=mesh,
+            in_specs=(specs, WHOLE, WHOLE, cache_specs, WHOLE),
+            out_specs=(WHOLE, cache_specs),
+            check_vma=False,
+        )
+        return mapped(leaves, ids, positions, caches, ragged)
+
     by_vocabulary = PartitionSpec(sharding.AXIS)
     head = jax.shard_map(
         lambda leaves, hidden: lax.all_gather(shard.head(leaves, hidden), sharding.AXIS, axis=1, tiled=True),

@@ -25,8 +25,8 @@ Leaves = tuple[jax.Array, ...]
 class ModelParts(NamedTuple):
     """A model split once: functions of flat leaves, and the leaves that each of them uses.
 
-    `forward(leaves, token_ids, positions, caches, ragged)` gives (hidden [T, H], caches), `head(leaves, hidden [n, H])`
-    gives logits [n, V] in float32. `names` says which module and parameter each of the forward's leaves belongs to.
+    `forward(leaves, token_ids, positions, caches, ragged, max_q_len)` gives (hidden [T, H], caches); `max_q_len`, an int
+    or None, is the promise of `AttentionBackend`. `head(leaves, hidden [n, H])` gives logits [n, V] in float32. `names` says which module and parameter each of the forward's leaves belongs to.
     """
 
     forward: Callable[..., Any]
@@ -40,9 +40,7 @@ def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
     """Flatten the model. The head gets its own leaves alone: a leaf costs 0.3 us a call. `hidden` is [n, H]."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
-    names = [
-        (str(path[-2]), str(path[-1])) for path, value in nnx.to_flat_state(state) for _ in jax.tree.leaves(value)
-    ]
+    names = [(str(path[-2]), str(path[-1])) for path, value in nnx.to_flat_state(state) for _ in jax.tree.leaves(value)]
 
     def merged(values: Leaves) -> Any:
         return nnx.merge(graph, jax.tree.unflatten(tree, values))
@@ -50,8 +48,8 @@ def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
     def head(values: Leaves, hidden: jax.Array) -> jax.Array:
         return merged(values).logits(hidden)
 
-    def forward(values: Leaves, *inputs: Any) -> Any:
-        return merged(values)(*inputs)
+    def forward(values: Leaves, *inputs: Any, **options: Any) -> Any:
+        return merged(values)(*inputs, **options)
 
     used = _used_leaves(head, leaves, hidden)
 
@@ -118,11 +116,23 @@ def _compile(job: Job) -> Callable[..., Any]:
     return job.jitted.lower(*job.inputs).compile()
 
 
-def jobs(parts: ModelParts, shapes: Shapes, caches: Any, num_slots: int, config: ModelConfig, dtype: Any) -> list[Job]:
+def jobs(
+    parts: ModelParts,
+    shapes: Shapes,
+    caches: Any,
+    num_slots: int,
+    config: ModelConfig,
+    dtype: Any,
+    *,
+    decodes: bool = False,
+) -> list[Job]:
     """Everything that can be hit at run time, the longest first. `dtype` is that of hidden states. `parts` and `caches`
-    may hold arrays or shapes."""
+    may hold arrays or shapes. With `decodes`, steps whose rows have one token each have programs of their own."""
     sizes = _Sizes(shapes, num_slots, config.vocab_size, config.hidden_size, dtype)
-    return [*_step_jobs(parts, caches, sizes), *_row_jobs(parts, sizes), *_small_jobs(sizes)]
+    steps = list(_step_jobs(parts, caches, sizes, "step", shapes.token_sizes, None))
+    if decodes:
+        steps += _step_jobs(parts, caches, sizes, "decode", shapes.decode_sizes, 1)
+    return [*steps, *_row_jobs(parts, sizes), *_small_jobs(sizes)]
 
 
 class _Sizes(NamedTuple):
@@ -146,12 +156,14 @@ class _Sizes(NamedTuple):
         return _ints(self.num_slots + 1, self.vocab)
 
 
-def _step_jobs(parts: ModelParts, caches: Any, sizes: _Sizes) -> Iterator[Job]:
+def _step_jobs(
+    parts: ModelParts, caches: Any, sizes: _Sizes, name: str, token_sizes: tuple[int, ...], max_q_len: int | None
+) -> Iterator[Job]:
     leaves, caches = jax.tree.map(shape_of, (parts.forward_leaves, caches))
-    for size in reversed(sizes.shapes.token_sizes):
-        step = partial(_step, parts, sizes.shapes, size)
-        step = _jitted(f"step_{size}", step, donate=1, places=places_beside(caches, 2))
-        yield Job("step", size, step, (leaves, caches, sizes.last_ids, _ints(packed_size(sizes.shapes, size))))
+    for size in reversed(token_sizes):
+        step = partial(_step, parts, sizes.shapes, size, max_q_len)
+        step = _jitted(f"{name}_{size}", step, donate=1, places=places_beside(caches, 2))
+        yield Job(name, size, step, (leaves, caches, sizes.last_ids, _ints(packed_size(sizes.shapes, size))))
 
 
 def _row_jobs(parts: ModelParts, sizes: _Sizes) -> Iterator[Job]:
@@ -186,6 +198,7 @@ def _step(
     parts: ModelParts,
     shapes: Shapes,
     num_tokens: int,
+    max_q_len: int | None,
     leaves: Leaves,
     caches: Any,
     last_ids: jax.Array,
@@ -196,7 +209,7 @@ def _step(
     sampled = last_ids[jnp.maximum(-1 - inputs.token_ids, 0)]
     token_ids = jnp.where(inputs.token_ids < 0, sampled, inputs.token_ids)
     ragged = Ragged(inputs.block_tables, inputs.q_starts, inputs.kv_lens, inputs.slots, inputs.num_decode_rows[0])
-    hidden, caches = parts.forward(leaves, token_ids, inputs.positions, caches, ragged)
+    hidden, caches = parts.forward(leaves, token_ids, inputs.positions, caches, ragged, max_q_len)
     return hidden, hidden[inputs.picked], caches
 
 

@@ -106,7 +106,15 @@ class Runner:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program. `progress(done, total, label)` is called after each, in this thread."""
-        todo = programs.jobs(self._parts, self.shapes, self._caches, self._num_slots, self._config, self._dtype)
+        todo = programs.jobs(
+            self._parts,
+            self.shapes,
+            self._caches,
+            self._num_slots,
+            self._config,
+            self._dtype,
+            decodes=self._backend.prefers_decode_programs,
+        )
         todo += copies.jobs(self._caches, self._copies, self._copy_sizes, swaps=bool(self._pools))
         self.programs.compile(todo, self._runtime.num_compile_threads, progress)
         self._warm_compiles = compiles.num_compiles()
@@ -130,7 +138,7 @@ class Runner:
 
     @property
     def num_step_programs(self) -> int:
-        return len(self.programs.sizes("step"))
+        return len(self.programs.sizes("step")) + len(self.programs.sizes("decode"))
 
     def cache_pointers(self) -> tuple[int, ...]:
         """Addresses of the cache's buffers. Waits for the steps in flight; for tests and notebooks."""
@@ -146,7 +154,8 @@ class Runner:
         fetched = [self._transfers.take(scatter.transfer_id) for scatter in plan.scatters]
         self._take_slots(plan)
         batch = batches.build(plan, self.tokens, self._slots, self.shapes, self._scheduler.block_size)
-        forward = self.programs["step", batch.num_tokens]
+        kind = "decode" if batch.is_decode and self._backend.prefers_decode_programs else "step"
+        forward = self.programs[kind, batch.num_tokens]
         for scatter, pieces in zip(plan.scatters, fetched):
             self._caches = copies.scatter(self.programs, self._caches, pieces, scatter.pairs)
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
