@@ -1,8 +1,8 @@
-"""A model's programs from shapes alone, without weights and without a device: what compiles them ahead for machines that
-are not here starts from these, and so does what asks how much memory the largest of them takes.
+"""A model's programs from shapes alone, without weights and without a device: what compiles them ahead for machines
+that are not here starts from these.
 
-On a `mesh` the model is split over its only axis (see `models.sharding`): the forward pass runs under shard_map, so that
-each device's attention has its own KV heads, and the cache is split as its heads are.
+On a `mesh` the model is split over its only axis (see `models.sharding`): the forward pass runs under shard_map, so
+that each device's attention has its own KV heads, and the cache is split as its heads are.
 """
 
 from functools import partial
@@ -49,7 +49,7 @@ def jobs(
     found = programs.jobs(parts, shapes_for(scheduler), caches, scheduler.max_num_seqs, config, dtype, decodes=decodes)
     if mesh is not None:
         return [_placed(job, mesh) for job in found]
-    sizes = swap.copy_sizes(_block_bytes(caches), scheduler.num_blocks)
+    sizes = swap.copy_sizes(_block_bytes(caches), scheduler.num_blocks, "gpu")
     return [*found, *copies.jobs(caches, block_copy.backend_for("gpu"), sizes, swaps=True)]
 
 

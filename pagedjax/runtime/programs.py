@@ -25,8 +25,9 @@ Leaves = tuple[jax.Array, ...]
 class ModelParts(NamedTuple):
     """A model split once: functions of flat leaves, and the leaves that each of them uses.
 
-    `forward(leaves, token_ids, positions, caches, ragged, max_q_len)` gives (hidden [T, H], caches); `max_q_len`, an int
-    or None, is the promise of `AttentionBackend`. `head(leaves, hidden [n, H])` gives logits [n, V] in float32. `names` says which module and parameter each of the forward's leaves belongs to.
+    `forward(leaves, token_ids, positions, caches, ragged, max_q_len)` gives (hidden [T, H], caches); `max_q_len`, an
+    int or None, is the promise of `AttentionBackend`. `head(leaves, hidden [n, H])` gives logits [n, V] in float32.
+    `names` says which module and parameter each of the forward's leaves belongs to.
     """
 
     forward: Callable[..., Any]

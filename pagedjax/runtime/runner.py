@@ -78,11 +78,12 @@ class Runner:
         # A sequence leaves `State.running` and gives up its slot in one update, before any other is planned.
         self._num_slots = scheduler.max_num_seqs
         self._warm_compiles: int | None = None
-        self._copies = block_copy.backend_for(jax.default_backend())
+        self._platform = jax.default_backend()
+        self._copies = block_copy.backend_for(self._platform)
         self.reset()
         row = block_copy.staging_for(self._caches, 1)
         block_bytes = row.size * row.dtype.itemsize
-        self._copy_sizes = swap.copy_sizes(block_bytes, scheduler.num_blocks)
+        self._copy_sizes = swap.copy_sizes(block_bytes, scheduler.num_blocks, self._platform)
         most = swap.max_staging_bytes(scheduler, block_bytes)
         self._transfers = Transfers(pools, row, self._copy_sizes, most)
         self._pools = pools

@@ -1,5 +1,4 @@
-"""Whole programs of the runtime: the steps, heads, samplers and block copies of Llama-3-8B, and the steps of one shard
-of Llama-3-70B on eight GPUs.
+"""Whole programs: steps, head, sampler and block copies of Llama-3-8B, and steps of Llama-3-70B on eight GPUs.
 
 A step's cache is aliased whole and never copied. What is donated is matched with an output by its shape on one device,
 and by its place on several (see `programs.places_beside`).
@@ -8,6 +7,7 @@ and by its place on several (see `programs.places_beside`).
 from collections.abc import Iterable
 from functools import partial
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pagedjax.core.config import SchedulerConfig
@@ -15,7 +15,8 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import abstract
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionNeed, AttentionShape
-from scripts.gpu_gate.cases import Case, Program
+from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program
+from scripts.gpu_gate.target import TARGETS
 
 _LLAMA = {
     "architecture": "LlamaForCausalLM",
@@ -28,7 +29,6 @@ _LLAMA = {
 }
 LLAMA_8B = ModelConfig(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **_LLAMA)
 LLAMA_70B = ModelConfig(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, **_LLAMA)
-CAPABILITIES = {"h200": (9, 0), "a100": (8, 0)}
 DTYPE, BLOCK_SIZE = "bfloat16", 16
 # Blocks as on a GPU of 141 GB; a layer of them is larger than any activation, so that a copy of it stands out.
 NUM_BLOCKS = {1: 32_768, 8: 65_536}
@@ -39,16 +39,16 @@ WHOLE = {
     ("decode", 64): ("decode of 64 rows", 1, True),
     ("head", 64): ("head of 64 rows", None, False),
     ("greedy", 64): ("greedy sampler of 64 rows", None, False),
-    ("gather", 16): ("16 blocks out of the cache", None, False),
-    ("scatter", 16): ("16 blocks into the cache", 0, True),
+    ("gather", 64): ("64 blocks out of the cache", None, False),
+    ("scatter", 64): ("64 blocks into the cache", 0, True),
     ("copy", 16): ("16 blocks within the cache", 0, False),
 }
-SPLIT = {key: WHOLE[key] for key in (("step", 2048), ("step", 512), ("decode", 64), ("head", 64))}
+SPLIT = {key: WHOLE[key] for key in (("step", 2048), ("decode", 64), ("head", 64))}
 
 
 def cases(target: str) -> Iterable[Case]:
     shape = AttentionShape(LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, BLOCK_SIZE)
-    need = AttentionNeed("gpu", shape, DTYPE, capability=CAPABILITIES[target])
+    need = AttentionNeed("gpu", shape, jnp.dtype(DTYPE), capability=TARGETS[target].capability)
     for candidate in dispatch.CANDIDATES["ragged_attention"]:
         if candidate.only_when_wished or not candidate.backend.prefers_decode_programs:
             continue
@@ -69,6 +69,7 @@ def _cases(
             shape=f"{name}, {what}, {DTYPE}",
             build=partial(program, backend, model, key),
             topology=f"1x1x{num_devices}",
+            kernels={"ragged_attention": (TENSOR_CORES,)} if key[0] == "step" else {},
             cache=cache,
             refused=refused,
             quick=quick and num_devices == 1,
