@@ -12,23 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagedjax.core.arriving import refusal, refused_param
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect, Finish, Preempt, Reject, RunStep
 from pagedjax.core.errors import RequestError
+from pagedjax.core.events import Aborted, Arrived, Event, StepDone, StepDue
 from pagedjax.core.plan import Row, StepPlan
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
-from pagedjax.core.scheduler import init, refusal, refused_param, update
-from pagedjax.core.state import (
-    Aborted,
-    Arrived,
-    Effect,
-    Event,
-    Finish,
-    Preempt,
-    Reject,
-    RunStep,
-    StepDone,
-    StepDue,
-)
+from pagedjax.core.scheduler import init, update
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.beams import make_beams
 from pagedjax.engine.config import EngineConfig

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
+from pagedjax.core.events import Arrived, StepDue
 from pagedjax.core.request import Logprob, Request, SamplingParams
-from pagedjax.core.state import Arrived, StepDue
 from serving.app import create_app
 from serving.server import DrainingServer, bind
 
