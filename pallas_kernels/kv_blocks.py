@@ -65,9 +65,24 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return scaled.astype(dtype), scale
 
 
+def stored_as(k: jax.Array, v: jax.Array, dtype: Any) -> KVBlocks:
+    """k and v [tokens, kv_heads, head_dim] as a cache of `dtype` keeps them, scales [tokens, kv_heads] where it does."""
+    if not is_quantised(dtype):
+        return KVBlocks(k.astype(dtype), v.astype(dtype))
+    (k, k_scale), (v, v_scale) = quantise(k, dtype), quantise(v, dtype)
+    return KVBlocks(k, v, k_scale, v_scale)
+
+
 def dequantise(values: jax.Array, scale: jax.Array) -> jax.Array:
     """values [..., head_dim] and scales [...] as float32."""
     return values.astype(jnp.float32) * scale[..., None]
+
+
+def as_float32(cache: KVBlocks) -> tuple[jax.Array, jax.Array]:
+    """K and V of a cache laid out as `init_blocks` does, dequantised."""
+    if cache.k_scale is None:
+        return cache.k.astype(jnp.float32), cache.v.astype(jnp.float32)
+    return dequantise(cache.k, cache.k_scale), dequantise(cache.v, cache.v_scale)
 
 
 def write_slots(flat: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
