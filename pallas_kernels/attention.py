@@ -1,4 +1,4 @@
-"""What the attention ops have in common: the shapes of a model, what its attention adds, and what a backend may refuse."""
+"""What the attention ops have in common: shapes of a model, what its attention adds, what a backend may refuse."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

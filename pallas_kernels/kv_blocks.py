@@ -66,7 +66,7 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def stored_as(k: jax.Array, v: jax.Array, dtype: Any) -> KVBlocks:
-    """k and v [tokens, kv_heads, head_dim] as a cache of `dtype` keeps them, scales [tokens, kv_heads] where it does."""
+    """k and v [tokens, kv_heads, head_dim] as a cache of `dtype` keeps them, with scales [tokens, kv_heads] or none."""
     if not is_quantised(dtype):
         return KVBlocks(k.astype(dtype), v.astype(dtype))
     (k, k_scale), (v, v_scale) = quantise(k, dtype), quantise(v, dtype)

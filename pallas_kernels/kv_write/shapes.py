@@ -1,5 +1,7 @@
-"""(tokens, KV heads, head_dim, block_size, cache dtype or None), shared by tests and the compile gate: decodes and chunks
-of Llama shapes, an odd head_dim, every block size."""
+"""Shapes shared by tests and the compile gate: decodes and chunks of Llama, odd head_dims, every block size.
+
+(tokens, KV heads, head_dim, block_size, cache dtype or None)
+"""
 
 SHAPES = (
     (1, 8, 128, 16, None),

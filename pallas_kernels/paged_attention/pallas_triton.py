@@ -4,8 +4,8 @@ Algorithm: every row's context is cut into equal pieces, whose number the step's
 `num_programs` over all rows and KV heads, so that one row of 32k tokens fills the chip as 64 rows of 4k do, and a long
 row among short ones is spread. The first kernel, grid (KV head, piece), walks a piece with the group's queries packed
 into one tile of a product, padded to 16, and leaves a normalised output and the base-2 logarithm of its weight. The
-second, grid (head, row), weighs a row's pieces. Where the table holds no context worth splitting, the first kernel, grid
-(KV head, row), is all there is.
+second, grid (head, row), weighs a row's pieces. Where the table holds no context worth splitting, one kernel, grid
+(KV head, row), does it all.
 
 Bytes: K and V of each context once, q once a piece, outputs once; pieces add 4 * (head_dim + 1) bytes a head and piece,
 written and read: 0.2 % at 2k tokens a piece, group 4, head_dim 128, bfloat16. Limits: see `triton.refuse`.
@@ -74,7 +74,7 @@ def attend_rows(
     shape = AttentionShape(q.shape[1], cache.k.shape[2], q.shape[2], cache.k.shape[3])
     tiles = tiles or decode_tiles(shape, q.dtype.itemsize)
     call = partial(pl.pallas_call, interpret=interpret)
-    how = Walk(scoring.scale, scoring.softcap, tiles.tile_kv)
+    how = Walk(scoring.scale, scoring.softcap, tiles.tile_kv, interpret)
     num_out = q.shape[0] if num_out is None else num_out
     tables, kv_lens = rows
     first = 0 if scoring.window is None else jnp.maximum(kv_lens - scoring.window, 0)
@@ -152,7 +152,9 @@ def _refs(kernel: Any, operands: tuple[Any, ...]) -> Any:
     return call
 
 
-def _whole_kernel(operands: Any, firsts_ref: Any, ends_ref: Any, out_ref: Any, *, how: Walk, tiles: DecodeTiles) -> None:
+def _whole_kernel(
+    operands: Any, firsts_ref: Any, ends_ref: Any, out_ref: Any, *, how: Walk, tiles: DecodeTiles
+) -> None:
     """firsts_ref, ends_ref [rows]; out_ref [tokens, heads, head_dim]."""
     q_ref, _, table_ref, _, sinks_ref = operands
     head, token = pl.program_id(0), pl.program_id(1)

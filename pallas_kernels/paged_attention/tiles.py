@@ -26,6 +26,6 @@ def decode_tiles(shape: AttentionShape, itemsize: int) -> DecodeTiles:
     Triton keeps (num_stages - 1) / 2 such tiles under way. Reasoned from what compiles, not measured on a GPU."""
     size = max(16, power_of_two(shape.num_heads // shape.num_kv_heads))
     wide = power_of_two(shape.head_dim) > 128
-    if itemsize == 4:  # products in float32 run on ordinary cores, out of registers
-        return DecodeTiles(size, tile_kv=16 if wide else 32, num_warps=8 if wide else 4, num_stages=2)
+    if itemsize == 4:  # three products each, whose parts take many registers
+        return DecodeTiles(size, tile_kv=16 if wide else 32, num_warps=8, num_stages=3)
     return DecodeTiles(size, tile_kv=32 if wide else 64, num_warps=4, num_stages=5)

@@ -50,6 +50,15 @@ class Walk(NamedTuple):
     scale: float
     softcap: float | None
     tile_kv: int
+    interpret: bool = False
+
+    def dot(self, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
+        """a @ b in float32. Three products in TF32 make one of float32 on tensor cores, to about 2**-21; ordinary
+        ones would take registers that aren't there. The interpreter has no TF32."""
+        precision: Any = None
+        if a.dtype == jnp.float32:
+            precision = lax.Precision.HIGHEST if self.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        return plt.dot(a, b, trans_b=trans_b, precision=precision)
 
 
 def columns_of(context: Context) -> jax.Array:
@@ -91,7 +100,7 @@ def walk(
         keys = first + i * how.tile_kv + jnp.arange(how.tile_kv)
         live = None if whole else keys < end
         k, v, k_scale, v_scale = _tile(context, keys, live, q.dtype)
-        scores = plt.dot(q, k, trans_b=True, precision=_precision(q)) * (how.scale if how.softcap else how.scale * LOG2_E)
+        scores = how.dot(q, k, trans_b=True) * (how.scale if how.softcap else how.scale * LOG2_E)
         if k_scale is not None:
             scores = scores * k_scale[None]
         if how.softcap is not None:
@@ -101,18 +110,18 @@ def walk(
             shown = seen(keys) if shown is None else seen(keys) & shown
         if shown is not None:
             scores = jnp.where(shown, scores, MASKED)
-        return _fold(state, scores, v, v_scale)
+        return _fold(state, scores, v, v_scale, how)
 
     return lax.fori_loop(0, lax.div(jnp.maximum(end - first, 0) + how.tile_kv - 1, how.tile_kv), step, state)
 
 
-def _fold(state: Running, scores: jax.Array, v: jax.Array, v_scale: jax.Array | None) -> Running:
+def _fold(state: Running, scores: jax.Array, v: jax.Array, v_scale: jax.Array | None, how: Walk) -> Running:
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=1))
     decay, weights = jnp.exp2(state.peak - peak), jnp.exp2(scores - peak[:, None])
     total = state.total * decay + jnp.sum(weights, axis=1)
     if v_scale is not None:
         weights = weights * v_scale[None]
-    out = state.out * decay[:, None] + plt.dot(weights.astype(v.dtype), v, precision=_precision(v))
+    out = state.out * decay[:, None] + how.dot(weights.astype(v.dtype), v)
     return Running(peak, total, out)
 
 
@@ -142,8 +151,3 @@ def _tile(
 
 def _masked(mask: jax.Array | None, other: float) -> dict[str, Any]:
     return {} if mask is None else {"mask": mask, "other": other}
-
-
-def _precision(x: jax.Array) -> lax.Precision | None:
-    """float32 exactly: tensor cores would round it to TF32."""
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

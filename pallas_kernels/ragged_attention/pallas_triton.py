@@ -97,7 +97,7 @@ def _prefill(
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     inputs = (q, out, cache, ragged.block_tables, layers, scoring.sinks, ragged.q_starts, ragged.kv_lens, rows, starts)
     leaves, tree = jax.tree.flatten(inputs)
-    how = Walk(scoring.scale, scoring.softcap, tiles.tile_kv)
+    how = Walk(scoring.scale, scoring.softcap, tiles.tile_kv, interpret)
     return pl.pallas_call(
         partial(_kernel, tree=tree, how=how, window=scoring.window, tiles=tiles),
         grid=(rows.shape[0], cache.k.shape[2]),

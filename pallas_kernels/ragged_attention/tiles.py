@@ -36,11 +36,12 @@ def xla_tiles(num_tokens: int) -> XlaTiles:
 
 
 def prefill_tiles(shape: AttentionShape, itemsize: int) -> PrefillTiles:
-    """For vectors of `itemsize` bytes a number. Reasoned from registers and shared memory, not measured on a GPU."""
+    """For vectors of `itemsize` bytes a number. The largest that compile without spills, not
+    measured on a GPU."""
     group, wide = shape.num_heads // shape.num_kv_heads, power_of_two(shape.head_dim) > 128
-    if itemsize == 4:  # products in float32 run on ordinary cores, out of registers
-        size, tile_kv, num_warps, num_stages = 32, 32, 8, 2
+    if itemsize == 4:  # three products each, whose parts take many registers
+        size, tile_kv, num_warps, num_stages = (16, 16, 8, 2) if wide else (32, 32, 8, 2)
     else:
-        size, tile_kv, num_warps, num_stages = 64 if wide else 128, 64, 8, 3
+        size, tile_kv, num_warps, num_stages = (64, 32, 8, 3) if wide else (128, 64, 8, 3)
     size = max(size, power_of_two(group))
     return PrefillTiles(size // group, size, tile_kv, num_warps, num_stages)

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.kv_blocks import SCALE_DTYPE, KVBlocks, block_bytes, is_quantised, stored_as, write_slots
-from pallas_kernels.ragged_attention.interface import AttentionBackend, Ragged, Scoring
 from pallas_kernels.pieces import Pieces
+from pallas_kernels.ragged_attention.interface import AttentionBackend, Ragged, Scoring
 from pallas_kernels.ragged_attention.tiles import XlaTiles, xla_tiles
 
 # Far below any score, yet finite: the difference of two of them is 0, not NaN.
