@@ -1,8 +1,8 @@
 """The paged cache as all attention ops see it: blocks of K and V, plain or quantised with a scale a token and KV head.
 
-Quantised means symmetric: a head's vector x of one token is kept as round(x / s) (int8) or as x / s (float8_e4m3fn)
-with s = max|x| / 127 or max|x| / 448 in float32. No block is ever requantised, so its bytes depend on its own tokens
-only, and can be shared, swapped and compared.
+Quantised means symmetric: with s = max|x| * (1 / 127) (int8) or max|x| * (1 / 448) (float8_e4m3fn), float32, a head's
+vector x of one token is kept as x * (1 / s), rounded to the nearest, ties to even. No block is ever requantised, so its
+bytes depend on its own tokens only, and can be shared, swapped and compared.
 """
 
 from typing import Any, NamedTuple
@@ -58,8 +58,9 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     neither, so that they stay no numbers."""
     limit = LIMITS[jnp.dtype(dtype).name]
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / limit
-    scaled = jnp.clip(x / jnp.where(scale == 0, 1.0, scale)[..., None], -limit, limit)
+    # Products, since XLA makes them of some divisions, and bits would differ.
+    scale = jnp.max(jnp.abs(x), axis=-1) * (1 / limit)
+    scaled = jnp.clip(x * (1 / jnp.where(scale == 0, 1.0, scale))[..., None], -limit, limit)
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), scale

@@ -55,8 +55,8 @@ def check_offsets(leaf: Any) -> None:
     """Raise NotImplementedError for an array that Pallas would address by 32 bits, and not reach the end of."""
     if leaf.dtype.itemsize == 1 and 2**31 < leaf.size <= 2**32:
         raise NotImplementedError(
-            f"Pallas Triton reaches the first 2 GiB of a {leaf.dtype} array, or all of one above 4 GiB; a layer's K takes "
-            f"{leaf.size} bytes"
+            f"Pallas Triton reaches the first 2 GiB of a {leaf.dtype} array, or all of one above 4 GiB; "
+            f"a layer's K takes {leaf.size} bytes"
         )
 
 

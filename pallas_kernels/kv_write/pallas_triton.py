@@ -84,8 +84,8 @@ def _quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     assert is_quantised(dtype)
     limit = LIMITS[jnp.dtype(dtype).name]
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=1) / limit
-    scaled = x / jnp.where(scale == 0, 1.0, scale)[:, None]
+    scale = jnp.max(jnp.abs(x), axis=1) * (1 / limit)
+    scaled = x * (1 / jnp.where(scale == 0, 1.0, scale))[:, None]
     scaled = jnp.minimum(jnp.maximum(scaled, -limit), limit)
     return (_round(scaled) if jnp.dtype(dtype) == jnp.int8 else scaled), scale
 

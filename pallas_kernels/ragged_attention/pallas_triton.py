@@ -168,5 +168,6 @@ def _kernel(*refs: Any, tree: Any, how: Walk, window: int | None, tiles: Prefill
     plt.store(out_ref.at[where], finished(state).astype(out_ref.dtype), mask=inside)
 
 
-BACKEND = AttentionBackend("pallas_triton", init_blocks, block_bytes, attend)
-INTERPRETED = AttentionBackend("pallas_triton_interpret", init_blocks, block_bytes, attend_interpreted)
+_KIND = partial(AttentionBackend, init_cache=init_blocks, block_bytes=block_bytes, prefers_decode_programs=True)
+BACKEND = _KIND("pallas_triton", attend=attend)
+INTERPRETED = _KIND("pallas_triton_interpret", attend=attend_interpreted)
