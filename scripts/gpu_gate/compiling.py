@@ -41,8 +41,8 @@ class Kernel(NamedTuple):
 class Compiled(NamedTuple):
     """What came out, on one device.
 
-    `kernels` are those that the case names and Mosaic's; all of a case that names none. `new_arrays` are
-    those of the whole program, `cache_bytes` is the whole KV cache, `layer_bytes` one layer of its largest leaf.
+    `kernels` are those that the case names, and Mosaic's. `new_arrays` are those of the whole program, `cache_bytes`
+    is the whole KV cache, `layer_bytes` one layer of its largest leaf.
     """
 
     kernels: tuple[Kernel, ...]
@@ -131,12 +131,12 @@ def _cache_sizes(case: Case, arguments: Any) -> tuple[int, int]:
 def _xla_kernels(
     dump: Path, shared: dict[str, int], ptxas: Path, arch: str, names: tuple[str, ...]
 ) -> list[tuple[reading.Usage, str, int]]:
-    """Usage, PTX and dynamic shared memory of XLA's kernels called one of `names`, or of all where there are none."""
+    """Usage, PTX and dynamic shared memory of the kernels called one of `names` in XLA's dumps."""
     found = []
     for file in sorted(dump.glob("*.ptx")):
         ptx = file.read_text()
         bodies = reading.kernel_bodies(ptx)
-        if not bodies or (names and not any(reading.is_called(body, name) for body in bodies for name in names)):
+        if not any(reading.is_called(body, name) for body in bodies for name in names):
             continue
         for usage in reading.ptxas_usage(_run_ptxas(ptxas, arch, file)):
             found.append((usage, bodies[usage.kernel], shared.get(usage.kernel, 0)))
