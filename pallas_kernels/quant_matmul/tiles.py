@@ -7,8 +7,10 @@ WANTED_PROGRAMS = 264
 
 
 class QuantTiles(NamedTuple):
-    """`tile_m` tokens by `tile_n` outputs, `tile_k` inputs an iteration, the iterations shared out evenly among `splits`
-    programs whose sums are added afterwards; Triton's warps and pipeline stages."""
+    """`tile_m` tokens by `tile_n` outputs, `tile_k` inputs an iteration; Triton's warps and pipeline stages.
+
+    The iterations are shared out evenly among `splits` programs, whose sums are added afterwards.
+    """
 
     tile_m: int
     tile_n: int

@@ -1,6 +1,9 @@
 """Run kernels in Triton's language by its own interpreter, on numpy arrays and without torch."""
 
+import importlib.util
+import json
 import os
+import sys
 
 # Read by Triton when a kernel is defined.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -47,3 +50,21 @@ class Buffer:
 
     def element_size(self):
         return self.array.itemsize
+
+
+def load_kernel(default: str):
+    """The module of kernels in the file that --kernel names, or in `default`."""
+    path = sys.argv[sys.argv.index("--kernel") + 1] if "--kernel" in sys.argv else default
+    spec = importlib.util.spec_from_file_location("kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(errors):
+    """Print the seed of this run and every error, by the case's name; NaN reads as 1e30."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    found = {
+        name: min(float(np.nan_to_num(error, nan=1e30)), 1e30) for name, error in errors(np.random.default_rng(seed))
+    }
+    print(json.dumps({"seed": seed, "errors": found}))
