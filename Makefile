@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint types native sanitize soak notebooks bench clean
+.PHONY: help serve chat test lint types native sanitize soak gpu-gate notebooks bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV   ?= .venv
@@ -16,6 +16,7 @@ ARGS   ?=
 BIN  := $(VENV)/bin
 BASE := $(VENV)/.installed
 DEV  := $(VENV)/.installed-dev
+GATE ?= .venv-gpu-gate
 # The environment for packages that are built apart takes the same versions, by whichever variable this pip reads.
 APART := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 PIP  := $(APART) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
@@ -25,7 +26,7 @@ INSTALLED := pyproject.toml constraints.txt setup.py $(wildcard pallas_kernels/n
 SAY  := @printf '\033[1m==> %s\033[0m\n'
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  Variables: PYTHON= MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) ARGS="<further arguments>"'
 
@@ -70,6 +71,10 @@ mutants: $(DEV) ## plant bugs in the scheduler and say which check catches each 
 	$(SAY) 'Planting bugs'
 	@$(BIN)/python -m tests.core.mutants $(ARGS)
 
+gpu-gate: $(GATE)/.installed ## compile all GPU kernels and steps for GPUs, without one (ARGS="--quick")
+	$(SAY) 'Compiling for GPUs that are not here'
+	@$(GATE)/bin/python -m scripts.gpu_gate $(or $(ARGS),--json benchmarks/results/gpu_gate.json --page docs/gpu.md)
+
 notebooks: $(DEV) ## run every notebook from top to bottom
 	$(SAY) 'Running the notebooks'
 	@$(BIN)/jupyter-execute notebooks/*.ipynb
@@ -78,7 +83,7 @@ bench: $(DEV) ## measure (ARGS="serve --request-rate 2"; default: throughput of 
 	@$(BIN)/pagedjax bench $(or $(ARGS),throughput --model $(MODEL))
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) build dist ./*.egg-info pallas_kernels/native/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GATE) build dist ./*.egg-info pallas_kernels/native/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- the environment ------------------------------------------------------------------------------------------------
@@ -93,6 +98,13 @@ $(DEV): $(VENV)/.created $(INSTALLED)
 	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 1.3 GB, once)'
 	@$(PIP) -e '.[dev]'
 	@touch $(BASE) $@
+
+# The compile gate has an environment of its own: JAX's CUDA plugin would change what the tests see.
+$(GATE)/.installed: scripts/gpu_gate/requirements.txt
+	$(SAY) 'Installing JAX with the CUDA compilers into $(GATE) (about 1.4 GB, once)'
+	@$(GATE)/bin/python -c 'import pip' 2>/dev/null || { python=$$(bash -c "$$FIND_PYTHON") && $$python -m venv $(GATE); }
+	@$(GATE)/bin/python -m pip install --disable-pip-version-check --only-binary :all: -r scripts/gpu_gate/requirements.txt
+	@touch $@
 
 # An environment that is there and runs is kept, whoever made it.
 $(VENV)/.created:

@@ -1,0 +1,1 @@
+"""Tools for the project's machines that no user of the package runs."""

@@ -1,0 +1,6 @@
+"""What the gate compiles: one provider a line. Each runs in a process of its own.
+
+A provider is a module with `cases(target) -> Iterable[Case]`, "h200" or "a100".
+"""
+
+PROVIDERS = ("ragged_attention", "quant_matmul")

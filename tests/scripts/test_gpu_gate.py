@@ -1,0 +1,148 @@
+"""The gate's reader on what compilers really said, and its judge on what must not pass."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu_gate import reading, report
+from scripts.gpu_gate.cases import TENSOR_CORES, Case
+from scripts.gpu_gate.compiling import Compiled, Kernel
+from scripts.gpu_gate.judging import violations
+from scripts.gpu_gate.target import TARGETS, environment, target_config
+
+LAYER_BYTES = 64 * 16 * 8 * 128 * 2
+
+
+def sample(name):
+    return (Path(__file__).parent / "samples" / name).read_text()
+
+
+def make_case(**changes):
+    kernels = {"paged_decode": (("wgmma",),)}
+    return Case("paged_attention", "some", "a shape", build=lambda mesh: None, **{"kernels": kernels, **changes})
+
+
+def make_kernel(**changes):
+    fields = {"name": "paged_decode", "registers": 138, "num_threads": 128, "spill_bytes": 0, "stack_bytes": 0}
+    return Kernel(**{**fields, "shared_bytes": 49152, "instructions": {"wgmma": 2}, **changes})
+
+
+def make_compiled(kernel=None, hlo="in_place.hlo.txt", **changes):
+    compiled = Compiled(
+        kernels=(kernel or make_kernel(),),
+        argument_bytes=0,
+        output_bytes=0,
+        alias_bytes=4 * LAYER_BYTES,
+        temp_bytes=0,
+        thunks={},
+        new_arrays=tuple(reading.new_arrays(sample(hlo))),
+        cache_bytes=4 * LAYER_BYTES,
+        layer_bytes=LAYER_BYTES,
+        lower_s=0.0,
+        compile_s=0.0,
+    )
+    return compiled._replace(**changes)
+
+
+def test_spills_are_read_from_what_ptxas_says():
+    (usage,) = reading.ptxas_usage(sample("ptxas_spills.txt"))
+    assert usage == ("paged_decode", 255, 5132 + 4376, 2648, 0)
+
+
+def test_a_kernel_without_spills_reads_so():
+    (usage,) = reading.ptxas_usage(sample("ptxas_clean.txt"))
+    assert usage == ("body_mosaic_gpu_kernel", 232, 0, 0, 1)
+
+
+def test_ptx_tells_threads_and_instructions():
+    bodies = reading.kernel_bodies(sample("kernel.ptx"))
+    assert list(bodies) == ["paged_decode"]
+    assert reading.num_threads(bodies["paged_decode"]) == 128
+    assert reading.instructions(bodies["paged_decode"]) == {"wgmma": 2, "cp.async": 1}
+
+
+def test_thunks_in_loops_count_and_launches_tell_their_shared_memory():
+    assert reading.thunk_kinds(sample("thunks.txt")) == {"Copy": 2, "CustomKernel": 3, "While": 1}
+    assert reading.dynamic_shared_bytes(sample("thunks.txt"))["paged_decode"] == 49152
+
+
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_decode_3", "paged_decode_mosaic_gpu_kernel"])
+def test_a_kernel_is_known_by_its_name_in_the_source(kernel):
+    assert reading.is_called(kernel, "paged_decode")
+    assert not reading.is_called(kernel, "paged")
+
+
+def test_an_update_in_place_writes_no_new_array():
+    assert max(array.num_bytes for array in reading.new_arrays(sample("in_place.hlo.txt"))) < 100
+
+
+def test_a_copy_of_the_cache_is_found_first():
+    assert reading.new_arrays(sample("copied.hlo.txt"))[0] == ("copy.2", 4 * LAYER_BYTES)
+
+
+def test_a_fusion_that_turns_the_cache_around_is_found_like_a_copy():
+    turned = sample("in_place.hlo.txt").replace("scatter(%param_0, ", "transpose(%param_0, ")
+    assert reading.new_arrays(turned)[0] == ("input_scatter_fusion", 4 * LAYER_BYTES)
+
+
+def test_a_good_kernel_passes():
+    assert violations(make_case(cache=0, num_layers=4), make_compiled()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"spill_bytes": 4}, "spills 4 bytes"),
+        ({"stack_bytes": 8}, "8 bytes on the stack"),
+        ({"shared_bytes": 232_449}, "a block has 232,448"),
+        ({"instructions": {"mma": 64}}, "has no wgmma"),
+        ({"name": "another"}, "there is no kernel paged_decode"),
+    ],
+)
+def test_a_bad_kernel_is_named_with_its_fault(changes, complaint):
+    (found,) = violations(make_case(), make_compiled(make_kernel(**changes)))
+    assert complaint in found
+
+
+def test_either_tensor_core_instruction_will_do_where_the_case_says_so():
+    case = make_case(kernels={"paged_decode": (TENSOR_CORES,)})
+    assert violations(case, make_compiled(make_kernel(instructions={"mma": 1}))) == []
+    assert "wgmma or mma" in violations(case, make_compiled(make_kernel(instructions={})))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"hlo": "copied.hlo.txt"}, "copy.2 writes"),
+        ({"alias_bytes": LAYER_BYTES}, "are aliased"),
+        ({"temp_bytes": 4 * LAYER_BYTES}, "temporaries"),
+    ],
+)
+def test_a_program_that_copies_its_cache_fails(changes, complaint):
+    (found,) = violations(make_case(cache=0, num_layers=4), make_compiled(**changes))
+    assert complaint in found
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_and_environment_go_together(name, tmp_path):
+    config, variables = target_config(TARGETS[name]), environment(tmp_path / "cuda", tmp_path / "dump")
+    assert f"shared_memory_per_block_optin: {TARGETS[name].shared_bytes_per_block}" in config
+    assert config.count("{") == config.count("}")
+    assert f"--xla_dump_to={tmp_path / 'dump'}" in variables["XLA_FLAGS"]
+
+
+def test_the_page_keeps_what_stands_around_the_generated_section(tmp_path):
+    page = tmp_path / "gpu.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    identity = {"op": "o", "backend": "b", "target": "h200", "shape": "s"}
+    report.write_page(page, [identity | {"status": "refused", "reasons": ["it is | too wide"]}])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| h200 | o | b | s | refused | it is / too wide |" in text
+
+
+def test_a_page_without_the_marks_is_refused(tmp_path):
+    page = tmp_path / "gpu.md"
+    page.write_text("nothing here")
+    with pytest.raises(ValueError, match="no section"):
+        report.write_page(page, [])
