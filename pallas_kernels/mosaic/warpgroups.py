@@ -193,3 +193,8 @@ def normalized(state: Softmax) -> jax.Array:
     """The attention output [rows, head_dim], float32; 0 where nothing was attended."""
     total = jnp.where(state.total > 0, state.total, 1.0)
     return state.out / lax.broadcast_in_dim(total, state.out.shape, [0])
+
+
+def log_weight(state: Softmax) -> jax.Array:
+    """The base-2 logarithm of each row's sum of exp(score), [rows]; -1e30 where nothing was attended."""
+    return jnp.where(state.total > 0, state.peak + jnp.log2(jnp.where(state.total > 0, state.total, 1.0)), MASKED)

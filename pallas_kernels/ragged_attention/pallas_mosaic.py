@@ -1,13 +1,15 @@
-"""Ragged prefill as a Mosaic GPU kernel for Hopper: TMA, wgmma, one producer and up to two consumer warpgroups.
+"""Ragged attention as Mosaic GPU kernels for Hopper: TMA, wgmma, producer and consumer warpgroups.
+
+Decode rows go to the kernel of `paged_attention`, the others to the one below; their outputs are joined in place.
 
 Algorithm: FlashAttention-3 (arXiv:2407.08608) over block tables. The packed batch is cut into tiles of 64 tokens a
 consumer; a piece of work is (tile, row in it, head). Programs are resident, one a multiprocessor, and take pieces in
-turn, longest last in one round and first in the next. For each piece the producer gathers the row's blocks by TMA into
-rings of K and V slots; each consumer holds 64 query tokens and walks the tiles up to its own last position. Tiles below
-every query go without a mask. A tile that one row fills is stored by TMA at once, a shared one token by token.
+turn. For each the producer warpgroup gathers the row's blocks by TMA into rings of K and V slots; each consumer
+warpgroup holds 64 query tokens and walks the ring up to its own last position, tiles below every query without a mask.
+A tile that one row fills is stored by TMA at once, a shared one token by token.
 
 Bytes: K and V of a row's context once per piece (the heads of a group meet in L2), q and out once.
-Limits: bfloat16 and float16; rows of few tokens leave most of a tile idle, so decode rows go to the decode kernel.
+Limits: head_dim a multiple of 64, since TMA stores single tokens from 128-byte lines only; see `support.refuse_shape`.
 """
 
 from functools import partial
@@ -18,12 +20,73 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kv_blocks import KVBlocks, block_bytes, init_blocks, write_slots
+from pallas_kernels.mosaic import support
 from pallas_kernels.mosaic import warpgroups as wgs
 from pallas_kernels.mosaic.support import plgpu
 from pallas_kernels.mosaic.tiles import ROWS, PrefillTiles, prefill_tiles, registers
 from pallas_kernels.mosaic.warpgroups import Ring, Scores, Softmax
-from pallas_kernels.ragged_attention.interface import Ragged
+from pallas_kernels.paged_attention import pallas_mosaic as paged_attention
+from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionNeed, Ragged
 from pallas_kernels.ragged_attention.pieces import Pieces
+
+
+def refuse(need: AttentionNeed) -> str | None:
+    """Why the compiled kernels can't run there, or None."""
+    return support.refuse_device(need.platform, need.capability) or refuse_interpreted(need)
+
+
+def refuse_interpreted(need: AttentionNeed) -> str | None:
+    """Why the kernels can't take these shapes anywhere, or None."""
+    if need.shape.head_dim % 64:
+        return f"head_dim {need.shape.head_dim} is not a multiple of 64: TMA could not store single tokens"
+    return support.api_gap() or support.refuse_shape(need)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVBlocks,
+    ragged: Ragged,
+    *,
+    scale: float,
+    layer: int | jax.Array = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_q_len: int | None = None,
+    tiles: PrefillTiles | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, KVBlocks]:
+    """See `AttentionBackend`. `dispatch.choose` asks `refuse` first; here JAX itself complains."""
+    cache = KVBlocks(*(_write(c, x, ragged.slots, layer) for c, x in zip(cache, (k, v))))
+    num_decodes = min(q.shape[0], ragged.kv_lens.shape[0])
+    is_decode = jnp.arange(num_decodes) < ragged.num_decode_rows
+    rows = (ragged.block_tables, jnp.where(is_decode, ragged.kv_lens[:num_decodes], 0))
+    scoring = {"scale": scale, "layer": layer, "window": window, "softcap": softcap, "sinks": sinks}
+    decoded = paged_attention.attend(q[:num_decodes], cache, *rows, interpret=interpret, **scoring)
+    if max_q_len == 1:
+        return jnp.pad(decoded, ((0, q.shape[0] - num_decodes), (0, 0), (0, 0))), cache
+    out = prefill(q, cache, ragged, tiles=tiles, interpret=interpret, **scoring)
+    joined = jnp.where(is_decode[:, None, None], decoded, out[:num_decodes])
+    return lax.dynamic_update_slice(out, joined, (0, 0, 0)), cache
+
+
+def attend_interpreted(*args: Any, **options: Any) -> tuple[jax.Array, KVBlocks]:
+    """`attend` run by the Mosaic GPU interpreter with race detection, by few programs: slow, for tests."""
+    tiles = prefill_tiles(args[0].shape[2])._replace(num_programs=2)
+    return attend(*args, **options, tiles=tiles, interpret=support.interpreter())
+
+
+def _write(cached: jax.Array, values: jax.Array, slots: jax.Array, layer: int | jax.Array) -> jax.Array:
+    num_blocks, num_layers, kv_heads, block_size, head_dim = cached.shape
+    inside = (slots >= 0) & (slots < num_blocks * block_size)
+    # The flat slot of each of a token's KV heads, [tokens, kv_heads].
+    heads = ((slots // block_size * num_layers + layer) * kv_heads)[:, None] + jnp.arange(kv_heads)
+    flat = jnp.where(inside[:, None], heads * block_size + (slots % block_size)[:, None], -1)
+    values = values.reshape(-1, head_dim)
+    return write_slots(cached.reshape(-1, head_dim), values, flat.reshape(-1)).reshape(cached.shape)
 
 
 class Piece(NamedTuple):
@@ -39,8 +102,7 @@ class Piece(NamedTuple):
 
 def prefill(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    cache: KVBlocks,
     ragged: Ragged,
     *,
     scale: float,
@@ -51,10 +113,9 @@ def prefill(
     tiles: PrefillTiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Causal attention of the rows past the decode rows; like q [tokens, heads, head_dim].
+    """Causal attention of the rows past the decode rows, like q [tokens, heads, head_dim].
 
-    k and v [num_blocks, layers, kv_heads, block_size, head_dim] hold the step's tokens already. Padding tokens give 0;
-    the tokens of decode rows are not written, and hold anything. `sinks` [heads].
+    `cache` holds the step's tokens already. Padding tokens give 0; what the tokens of decode rows give means nothing.
     """
     num_tokens, heads, head_dim = q.shape
     tiles = tiles or prefill_tiles(head_dim)
@@ -68,14 +129,14 @@ def prefill(
         grid_names=("program",),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(k, tiles, interpret),
+        scratch_types=_scratch(cache.k, tiles, interpret),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="ragged_attention_mosaic",
     )(
         q,
-        k,
-        v,
+        cache.k,
+        cache.v,
         ragged.block_tables,
         jnp.stack(pieces),
         count.reshape(1),
@@ -121,8 +182,8 @@ def _scratch(k: jax.Array, tiles: PrefillTiles, interpret: Any) -> list[Any]:
         *ring,
         *ring,
         plgpu.Barrier(num_barriers=1, num_arrivals=tiles.tile_kv // block_size),
-        # Rows apart, so that each can be copied alone: 128 bytes is the TMA's unit.
-        plgpu.SMEM((tiles.consumers, ROWS, -(-head_dim // 64) * 64), k.dtype),
+        # Plain rows, so that each can be copied alone.
+        plgpu.SMEM((tiles.consumers, ROWS, head_dim), k.dtype),
         *([wgs.shared((tiles.consumers, ROWS, tiles.tile_kv), k.dtype)] if interpret else []),
     ]
 
@@ -217,7 +278,7 @@ def _kernel(
         wgs.wait_till_free(v_ring, num_steps)
 
 
-# --- which piece when ---------------------------------------------------------------------------------------------------
+# --- which piece when -------------------------------------------------------------------------------------------------
 
 
 def _schedule(pieces_ref: Any, count_ref: Any, heads: int, num_programs: int) -> tuple[jax.Array, Any]:
@@ -247,7 +308,7 @@ def _tiles_of(piece: Piece, window: int | None, tile_kv: int) -> tuple[jax.Array
 def _seen_by(piece: Piece, window: int | None) -> tuple[jax.Array, jax.Array]:
     """Cached tokens [first, end) that any query of the piece sees."""
     end = jnp.where(piece.kv_len > 0, piece.position + piece.end, 0)
-    first = jnp.maximum(piece.position + piece.begin - window + 1, 0) if window else jnp.int32(0)
+    first = jnp.maximum(piece.position + piece.begin - window + 1, 0) if window is not None else jnp.int32(0)
     return jnp.minimum(first, end), end
 
 
@@ -255,7 +316,7 @@ def _multiple_of_rows(base: jax.Array, warpgroup: jax.Array) -> jax.Array:
     return pl.multiple_of(base + warpgroup * ROWS, ROWS)
 
 
-# --- what a consumer does -----------------------------------------------------------------------------------------------
+# --- what a consumer does ---------------------------------------------------------------------------------------------
 
 
 class _Consumer(NamedTuple):
@@ -284,7 +345,7 @@ def _attend(consumer: _Consumer, read: Any, step: jax.Array) -> tuple[jax.Array,
         return _attend_tile(consumer, piece, step + tile - first, tile, state, is_masked)
 
     state = wgs.start(*consumer.q.shape)
-    if consumer.window:
+    if consumer.window is not None:
         spans = _spans(consumer, piece := read())
         state = lax.fori_loop(spans.first, spans.whole, partial(attend, True, piece), state)
     spans = _spans(consumer, piece := read())
@@ -315,7 +376,7 @@ def _spans(consumer: _Consumer, piece: Piece) -> _Spans:
     is_busy = (begin < end) & (piece.kv_len > 0)
     own = jnp.where(is_busy, pl.cdiv(piece.position + end, jnp.int32(tile_kv)), first)
     whole = first
-    if window:
+    if window is not None:
         whole = jnp.clip(pl.cdiv(jnp.maximum(piece.position + end - window, 0), jnp.int32(tile_kv)), first, own)
     masked = jnp.clip((piece.position + begin + 1) // tile_kv, whole, own)
     return _Spans(first, whole, masked, own, last)
@@ -356,7 +417,7 @@ def _seen(consumer: _Consumer, piece: Piece, tile: jax.Array, shape: tuple[int, 
     columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     last = rows + (piece.position + consumer.index * ROWS - tile * consumer.tiles.tile_kv)
     seen = columns <= lax.broadcast_in_dim(last, shape, [0])
-    if consumer.window:
+    if consumer.window is not None:
         seen &= columns > lax.broadcast_in_dim(last - consumer.window, shape, [0])
     return seen
 
@@ -384,13 +445,15 @@ def _store(consumer: _Consumer, piece: Piece, head: jax.Array, state: Softmax, o
 
     @pl.when(~is_whole & (begin < end))
     def _shared() -> None:
-        head_dim = consumer.q.shape[1]
-        rows = consumer.out_rows.at[:, pl.ds(0, head_dim)]
-        rows[...] = out
+        consumer.out_rows[...] = out
         plgpu.commit_smem()
 
         def copy(i: jax.Array, _: None) -> None:
-            plgpu.copy_smem_to_gmem(rows.at[pl.ds(i, 1)], out_ref.at[pl.ds(start + i, 1), head])
+            plgpu.copy_smem_to_gmem(consumer.out_rows.at[pl.ds(i, 1)], out_ref.at[pl.ds(start + i, 1), head])
 
         lax.fori_loop(begin, end, copy, None)
         plgpu.wait_smem_to_gmem(0)
+
+
+BACKEND = AttentionBackend("pallas_mosaic", init_blocks, block_bytes, attend)
+INTERPRETED = AttentionBackend("pallas_mosaic_interpret", init_blocks, block_bytes, attend_interpreted)
