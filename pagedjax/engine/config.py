@@ -22,8 +22,9 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 _QUANTIZATION = (
-    "of products' weights, on CPUs with native kernels; auto keeps a GGUF file's own unless a dtype is set, none "
-    "dequantises, int8 and int4 quantise by groups of 32 (embeddings and head: bfloat16 beside int8, int8 beside int4)"
+    "of products' weights; auto keeps AWQ's and GPTQ's 4 bits, and on CPUs with native kernels a GGUF file's own "
+    "unless a dtype is set; none dequantises; int8 and int4 quantise by groups of 32, with native kernels (embeddings "
+    "and head: bfloat16 beside int8, int8 beside int4)"
 )
 
 

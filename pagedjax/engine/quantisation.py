@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.engine.config import Quantization
+from pagedjax.weights import int4
 from pagedjax.weights.pack import Layout
 from pallas_kernels import matmul, native
 
@@ -37,10 +38,13 @@ def choose_layout(
                     f"quantization {quantization} needs the native kernels: {missing}; set --quantization none"
                 )
             return WeightChoice(quantization, "it is asked for", MappingProxyType({}))
-        quantised = sorted({name for name in encodings if name.startswith(_QUANTISED)})
-        choice = matmul.preferred(dtype, not_grouped=_against_groups(quantization, asked_dtype, quantised))
+        quantised = sorted({name for name in encodings if name.startswith(_QUANTISED) or name in int4.ENCODINGS})
+        against = _against_groups(quantization, asked_dtype, quantised)
+        choice = matmul.preferred(dtype, not_grouped=against)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if quantization == "auto" and choice.name != "grouped" and not int4.ENCODINGS.isdisjoint(quantised):
+        return WeightChoice("w4a16", _kept(quantised), MappingProxyType({"grouped": choice.refused["grouped"]}))
     return WeightChoice(choice.name, _reason(choice, quantised), choice.refused)
 
 
@@ -49,11 +53,17 @@ def _against_groups(quantization: Quantization, asked_dtype: str, quantised: lis
         return "the checkpoint is not quantised"
     if quantization == "none":
         return "quantization none is asked for"
+    if int4.GPTQ_ORDERED in quantised:
+        return "native kernels have no groups in act-order"
     return None if asked_dtype == "auto" else f"dtype {asked_dtype} is asked for"
+
+
+def _kept(quantised: list[str]) -> str:
+    return f"the checkpoint is quantised ({', '.join(quantised)})"
 
 
 def _reason(choice: matmul.LayoutChoice, quantised: list[str]) -> str:
     if choice.name == "grouped":
-        return f"the checkpoint is quantised ({', '.join(quantised)})"
+        return _kept(quantised)
     # A reason against both is the native kernels' absence.
     return choice.refused["packed_bf16" if choice.name == "float" else "grouped"]

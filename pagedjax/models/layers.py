@@ -29,12 +29,22 @@ class Linear(nnx.Module):
     """x @ weight.T + bias. The weight is a value of some layout, [out, in] when plain.
 
     `fine_input`, and what a call may ask for beside the product, are those of `matmul.linear`; norm is an RMSNorm.
+    Where the inputs are split over a mesh axis, `sum_over` names it: each shard has a part of every sum.
     """
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: Any, fine_input: bool = False) -> None:
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        bias: bool,
+        dtype: Any,
+        fine_input: bool = False,
+        sum_over: str | None = None,
+    ) -> None:
         self.weight = nnx.Param(FloatWeight(jnp.zeros((num_out, num_in), dtype)))
         self.bias = nnx.Param(jnp.zeros(num_out, dtype)) if bias else None
-        self.fine_input = fine_input
+        self.fine_input, self.sum_over = fine_input, sum_over
 
     def __call__(
         self,
@@ -45,6 +55,8 @@ class Linear(nnx.Module):
         residual: jax.Array | None = None,
         out_dtype: Any = None,
     ) -> jax.Array:
+        if self.sum_over is not None:
+            return self._summed(x, residual)
         return linear(
             x,
             self.weight.get_value(),
@@ -55,6 +67,13 @@ class Linear(nnx.Module):
             fine_input=self.fine_input,
             out_dtype=out_dtype,
         )
+
+    def _summed(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
+        """The shards' parts summed, in x's dtype; bias and residual count once."""
+        out = jax.lax.psum(linear(x, self.weight.get_value(), fine_input=self.fine_input), self.sum_over)
+        if self.bias is not None:
+            out = out + self.bias[...]
+        return out if residual is None else residual + out
 
 
 class Embedding(nnx.Module):
@@ -78,9 +97,9 @@ class SwiGLU(nnx.Module):
     What goes into `down` has outliers hundreds of times as large as the rest.
     """
 
-    def __init__(self, size: int, inner_size: int, *, bias: bool, dtype: Any) -> None:
+    def __init__(self, size: int, inner_size: int, *, bias: bool, dtype: Any, sum_over: str | None = None) -> None:
         self.gate_up_proj = Linear(size, 2 * inner_size, bias=bias, dtype=dtype)
-        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, fine_input=True)
+        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, fine_input=True, sum_over=sum_over)
 
     def __call__(self, x: jax.Array, *, norm: RMSNorm, residual: jax.Array) -> jax.Array:
         return self.down_proj(self.gate_up_proj(x, norm=norm, gated=True), residual=residual)

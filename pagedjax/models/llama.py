@@ -23,11 +23,12 @@ from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
 class LlamaLayer(nnx.Module):
     """A `stack.DecoderLayer`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: Any) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, dtype: Any, sum_over: str | None = None) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.self_attn = Attention(config, dtype=dtype, sum_over=sum_over)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.mlp = SwiGLU(hidden, inner, bias=config.mlp_bias, dtype=dtype, sum_over=sum_over)
 
     def before(self, x: jax.Array) -> jax.Array:
         return self.self_attn.heads(x, norm=self.input_layernorm)
@@ -38,27 +39,39 @@ class LlamaLayer(nnx.Module):
 
 
 class LlamaForCausalLM(nnx.Module):
-    """Raises ConfigError for an activation other than SiLU."""
+    """One shard of the model where `sum_over` names the mesh axis over which it is split: `config` is then
+    `sharding.shard_of` the whole one's, and the module runs inside a shard_map.
 
-    def __init__(self, config: ModelConfig, *, dtype: Any, backend: AttentionBackend) -> None:
+    Raises ConfigError for an activation other than SiLU.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: Any, backend: AttentionBackend, sum_over: str | None = None
+    ) -> None:
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"Llama with hidden_act {config.hidden_act!r} is not supported; known: silu")
         self.config, self.backend = config, backend
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([LlamaLayer(config, dtype=dtype) for _ in range(config.num_layers)])
+        layers = [LlamaLayer(config, dtype=dtype, sum_over=sum_over) for _ in range(config.num_layers)]
+        self.layers = nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, caches: tuple[KVBlocks, ...], ragged: Ragged
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        caches: tuple[KVBlocks, ...],
+        ragged: Ragged,
+        max_q_len: int | None = None,
     ) -> tuple[jax.Array, tuple[KVBlocks, ...]]:
         """token_ids and positions [tokens], caches of `stack.init_caches`: (hidden [tokens, hidden], caches).
 
-        `hidden` is after the final norm.
+        `hidden` is after the final norm. `max_q_len` is the promise of `AttentionBackend`.
         Raises ValueError unless there is one cache of all layers or one a layer.
         """
-        mix = mixer(self.backend, self.config, positions, ragged)
+        mix = mixer(self.backend, self.config, positions, ragged, max_q_len=max_q_len)
         loop = self.backend.prefers_loop and len(token_ids) > 1  # for one token the switches cost a twentieth
         x, caches = run_layers(self.layers, self.embed_tokens(token_ids), caches, mix, loop=loop)
         return self.norm(x), caches

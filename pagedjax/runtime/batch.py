@@ -50,9 +50,10 @@ class PromptScoring(NamedTuple):
 class DeviceBatch(NamedTuple):
     """A padded step. Sampler rows are the plan's sampling rows, in order: `sampling_rows` [n] are their indices,
     `sampling_slots` [n] their slots, `fields` [P, NUM_FIELDS] their packed fields, padded; the first `row_size` rows
-    go to the sampler."""
+    go to the sampler. `is_decode`: each row has one token."""
 
     num_tokens: int
+    is_decode: bool
     packed: np.ndarray
     row_size: int
     fields: np.ndarray
@@ -98,11 +99,14 @@ def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, 
     parts.q_starts[: num_rows + 1] = rows.q_starts
     parts.q_starts[num_rows + 1 :] = total
     parts.kv_lens[:num_rows] = rows.starts + rows.lengths
-    parts.num_decode_rows[0] = num_rows if (rows.lengths == 1).all() else np.argmax(rows.lengths != 1)
+    is_decode = total == num_rows
+    parts.num_decode_rows[0] = num_rows if is_decode else np.argmax(rows.lengths != 1)
     _fill_token_ids(parts.token_ids, rows, slots)
     sampling = np.flatnonzero(rows.samples)
     parts.picked[: len(sampling)] = rows.q_starts[sampling + 1] - 1
-    return DeviceBatch(num_tokens, packed, *_sampler_rows(rows, sampling, slots, shapes), _prompt_scoring(rows))
+    return DeviceBatch(
+        num_tokens, is_decode, packed, *_sampler_rows(rows, sampling, slots, shapes), _prompt_scoring(rows)
+    )
 
 
 class _Rows(NamedTuple):

@@ -67,6 +67,12 @@ class Shapes:
         """Rows per run of the head when prompt tokens are scored; bounds the logits held at once."""
         return max(size for size in self.row_sizes if size <= 32)
 
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """The sizes of steps whose rows have one token each."""
+        most = size_for(min(self.max_rows, self.token_sizes[-1]), self.token_sizes)
+        return tuple(size for size in self.token_sizes if size <= most)
+
     def num_rows(self, num_tokens: int) -> int:
         """Rows of the step program for `num_tokens` (one of `token_sizes`)."""
         return min(num_tokens, self.max_rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.core.errors import SchedulerError
-from pagedjax.runtime.programs import Job, Programs
+from pagedjax.runtime.programs import Job, Programs, shape_of
 from pagedjax.runtime.swap import Piece, split_sizes
 from pallas_kernels.block_copy import CopyBackend, staging_for
 
@@ -72,8 +72,7 @@ def _job(name: str, size: int, function: Callable[..., Any], inputs: tuple[Any, 
         return function(*values)
 
     named.__name__ = f"{name}_{size}_blocks"
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
-    return Job(name, size, jax.jit(named, donate_argnums=donate), shapes)
+    return Job(name, size, jax.jit(named, donate_argnums=donate), jax.tree.map(shape_of, inputs))
 
 
 def _padded(block_ids: Sequence[int], size: int) -> np.ndarray:

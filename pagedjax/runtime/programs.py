@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.request import MAX_LOGIT_BIAS
@@ -24,20 +25,23 @@ Leaves = tuple[jax.Array, ...]
 class ModelParts(NamedTuple):
     """A model split once: functions of flat leaves, and the leaves that each of them uses.
 
-    `forward(leaves, token_ids, positions, caches, ragged)` gives (hidden [T, H], caches), `head(leaves, hidden [n, H])`
-    gives logits [n, V] in float32.
+    `forward(leaves, token_ids, positions, caches, ragged, max_q_len)` gives (hidden [T, H], caches); `max_q_len`, an
+    int or None, is the promise of `AttentionBackend`. `head(leaves, hidden [n, H])` gives logits [n, V] in float32.
+    `names` says which module and parameter each of the forward's leaves belongs to.
     """
 
     forward: Callable[..., Any]
     head: Callable[..., Any]
     forward_leaves: Leaves
     head_leaves: Leaves
+    names: tuple[tuple[str, str], ...]
 
 
 def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
     """Flatten the model. The head gets its own leaves alone: a leaf costs 0.3 us a call. `hidden` is [n, H]."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
+    names = [(str(path[-2]), str(path[-1])) for path, value in nnx.to_flat_state(state) for _ in jax.tree.leaves(value)]
 
     def merged(values: Leaves) -> Any:
         return nnx.merge(graph, jax.tree.unflatten(tree, values))
@@ -45,8 +49,8 @@ def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
     def head(values: Leaves, hidden: jax.Array) -> jax.Array:
         return merged(values).logits(hidden)
 
-    def forward(values: Leaves, *inputs: Any) -> Any:
-        return merged(values)(*inputs)
+    def forward(values: Leaves, *inputs: Any, **options: Any) -> Any:
+        return merged(values)(*inputs, **options)
 
     used = _used_leaves(head, leaves, hidden)
 
@@ -57,7 +61,7 @@ def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
             everything[index] = value
         return head(tuple(everything), hidden)
 
-    return ModelParts(forward, head_of_used, tuple(leaves), tuple(leaves[index] for index in used))
+    return ModelParts(forward, head_of_used, tuple(leaves), tuple(leaves[index] for index in used), tuple(names))
 
 
 def _used_leaves(head: Callable[..., Any], leaves: list[jax.Array], hidden: jax.ShapeDtypeStruct) -> list[int]:
@@ -113,11 +117,23 @@ def _compile(job: Job) -> Callable[..., Any]:
     return job.jitted.lower(*job.inputs).compile()
 
 
-def jobs(parts: ModelParts, shapes: Shapes, caches: Any, num_slots: int, config: ModelConfig, dtype: Any) -> list[Job]:
+def jobs(
+    parts: ModelParts,
+    shapes: Shapes,
+    caches: Any,
+    num_slots: int,
+    config: ModelConfig,
+    dtype: Any,
+    *,
+    decodes: bool = False,
+) -> list[Job]:
     """Everything that can be hit at run time, the longest first. `dtype` is that of hidden states. `parts` and `caches`
-    may hold arrays or shapes."""
+    may hold arrays or shapes. With `decodes`, steps whose rows have one token each have programs of their own."""
     sizes = _Sizes(shapes, num_slots, config.vocab_size, config.hidden_size, dtype)
-    return [*_step_jobs(parts, caches, sizes), *_row_jobs(parts, sizes), *_small_jobs(sizes)]
+    steps = list(_step_jobs(parts, caches, sizes, "step", shapes.token_sizes, None))
+    if decodes:
+        steps += _step_jobs(parts, caches, sizes, "decode", shapes.decode_sizes, 1)
+    return [*steps, *_row_jobs(parts, sizes), *_small_jobs(sizes)]
 
 
 class _Sizes(NamedTuple):
@@ -141,16 +157,19 @@ class _Sizes(NamedTuple):
         return _ints(self.num_slots + 1, self.vocab)
 
 
-def _step_jobs(parts: ModelParts, caches: Any, sizes: _Sizes) -> Iterator[Job]:
-    leaves, caches = jax.tree.map(_shape, (parts.forward_leaves, caches))
-    for size in reversed(sizes.shapes.token_sizes):
-        step = _jitted(f"step_{size}", partial(_step, parts, sizes.shapes, size), donate=1)
-        yield Job("step", size, step, (leaves, caches, sizes.last_ids, _ints(packed_size(sizes.shapes, size))))
+def _step_jobs(
+    parts: ModelParts, caches: Any, sizes: _Sizes, name: str, token_sizes: tuple[int, ...], max_q_len: int | None
+) -> Iterator[Job]:
+    leaves, caches = jax.tree.map(shape_of, (parts.forward_leaves, caches))
+    for size in reversed(token_sizes):
+        step = partial(_step, parts, sizes.shapes, size, max_q_len)
+        step = _jitted(f"{name}_{size}", step, donate=1, places=places_beside(caches, 2))
+        yield Job(name, size, step, (leaves, caches, sizes.last_ids, _ints(packed_size(sizes.shapes, size))))
 
 
 def _row_jobs(parts: ModelParts, sizes: _Sizes) -> Iterator[Job]:
     num_picked, last_ids = sizes.shapes.num_picked, sizes.last_ids
-    leaves, uniform = jax.tree.map(_shape, parts.head_leaves), _floats(num_picked)
+    leaves, uniform = jax.tree.map(shape_of, parts.head_leaves), _floats(num_picked)
     for size in reversed(sizes.shapes.row_sizes):
         logits, fields = _floats(size, sizes.vocab), _ints(size, sampler.NUM_FIELDS)
         bias = _ints(size, MAX_LOGIT_BIAS), _floats(size, MAX_LOGIT_BIAS)
@@ -180,6 +199,7 @@ def _step(
     parts: ModelParts,
     shapes: Shapes,
     num_tokens: int,
+    max_q_len: int | None,
     leaves: Leaves,
     caches: Any,
     last_ids: jax.Array,
@@ -190,7 +210,7 @@ def _step(
     sampled = last_ids[jnp.maximum(-1 - inputs.token_ids, 0)]
     token_ids = jnp.where(inputs.token_ids < 0, sampled, inputs.token_ids)
     ragged = Ragged(inputs.block_tables, inputs.q_starts, inputs.kv_lens, inputs.slots, inputs.num_decode_rows[0])
-    hidden, caches = parts.forward(leaves, token_ids, inputs.positions, caches, ragged)
+    hidden, caches = parts.forward(leaves, token_ids, inputs.positions, caches, ragged, max_q_len)
     return hidden, hidden[inputs.picked], caches
 
 
@@ -207,14 +227,27 @@ def _add_rows(num_rows: int, hidden: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.zeros((num_rows, hidden.shape[1]), jnp.float32).at[rows].add(hidden.astype(jnp.float32), mode="drop")
 
 
-def _jitted(name: str, function: Any, donate: int | None = None) -> Any:
+def _jitted(name: str, function: Any, donate: int | None = None, places: Any = None) -> Any:
     # Profiles and compile logs show the name.
     function.__name__ = name
-    return jax.jit(function, donate_argnums=donate)
+    return jax.jit(function, donate_argnums=donate, out_shardings=places)
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def places_beside(caches: Any, num_others: int) -> Any:
+    """The places of a program's outputs, where the last one is like `caches` and the others are whole; None on a single
+    device. Were they left to the compiler, donated caches could go to any outputs of as many bytes, and be copied."""
+    first = jax.tree.leaves(caches)[0].sharding
+    if not isinstance(first, NamedSharding):
+        return None
+    whole = NamedSharding(first.mesh, PartitionSpec())
+    return (*(whole,) * num_others, jax.tree.map(lambda leaf: leaf.sharding, caches))
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """A leaf's shape; only what is split over several devices has a place that matters."""
+    sharding = getattr(leaf, "sharding", None)
+    place = sharding if isinstance(sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -78,11 +78,12 @@ class Runner:
         # A sequence leaves `State.running` and gives up its slot in one update, before any other is planned.
         self._num_slots = scheduler.max_num_seqs
         self._warm_compiles: int | None = None
-        self._copies = block_copy.backend_for(jax.default_backend())
+        self._platform = jax.default_backend()
+        self._copies = block_copy.backend_for(self._platform)
         self.reset()
         row = block_copy.staging_for(self._caches, 1)
         block_bytes = row.size * row.dtype.itemsize
-        self._copy_sizes = swap.copy_sizes(block_bytes, scheduler.num_blocks)
+        self._copy_sizes = swap.copy_sizes(block_bytes, scheduler.num_blocks, self._platform)
         most = swap.max_staging_bytes(scheduler, block_bytes)
         self._transfers = Transfers(pools, row, self._copy_sizes, most)
         self._pools = pools
@@ -106,7 +107,15 @@ class Runner:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program. `progress(done, total, label)` is called after each, in this thread."""
-        todo = programs.jobs(self._parts, self.shapes, self._caches, self._num_slots, self._config, self._dtype)
+        todo = programs.jobs(
+            self._parts,
+            self.shapes,
+            self._caches,
+            self._num_slots,
+            self._config,
+            self._dtype,
+            decodes=self._backend.prefers_decode_programs,
+        )
         todo += copies.jobs(self._caches, self._copies, self._copy_sizes, swaps=bool(self._pools))
         self.programs.compile(todo, self._runtime.num_compile_threads, progress)
         self._warm_compiles = compiles.num_compiles()
@@ -130,7 +139,7 @@ class Runner:
 
     @property
     def num_step_programs(self) -> int:
-        return len(self.programs.sizes("step"))
+        return len(self.programs.sizes("step")) + len(self.programs.sizes("decode"))
 
     def cache_pointers(self) -> tuple[int, ...]:
         """Addresses of the cache's buffers. Waits for the steps in flight; for tests and notebooks."""
@@ -146,7 +155,8 @@ class Runner:
         fetched = [self._transfers.take(scatter.transfer_id) for scatter in plan.scatters]
         self._take_slots(plan)
         batch = batches.build(plan, self.tokens, self._slots, self.shapes, self._scheduler.block_size)
-        forward = self.programs["step", batch.num_tokens]
+        kind = "decode" if batch.is_decode and self._backend.prefers_decode_programs else "step"
+        forward = self.programs[kind, batch.num_tokens]
         for scatter, pieces in zip(plan.scatters, fetched):
             self._caches = copies.scatter(self.programs, self._caches, pieces, scatter.pairs)
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)

@@ -20,8 +20,9 @@ from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import Tier
 
 COPY_SIZES = (1, 4, 16, 64, 256)
-# Beyond it the C library maps and clears fresh memory for every array: 64 blocks of 737 KB took 27 ms, 32 took 3.
-_MAX_ARRAY_BYTES = 32 * 2**20 - 4096
+# On a host, beyond it the C library maps and clears fresh memory for every array: 64 blocks of 737 KB took 27 ms, 32
+# took 3. A GPU copies large arrays at the speed of its link.
+_MAX_ARRAY_BYTES = {"cpu": 32 * 2**20 - 4096, "gpu": 256 * 2**20}
 _LEAST_STAGING_BYTES = 64 * 2**20
 
 
@@ -69,9 +70,10 @@ class _Transfer(NamedTuple):
     started_s: float
 
 
-def copy_sizes(block_bytes: int, num_blocks: int) -> tuple[int, ...]:
-    """The numbers of blocks for which copy programs are made, where the device has `num_blocks`."""
-    return tuple(size for size in COPY_SIZES if size == 1 or size <= min(num_blocks, _MAX_ARRAY_BYTES // block_bytes))
+def copy_sizes(block_bytes: int, num_blocks: int, platform: str = "cpu") -> tuple[int, ...]:
+    """The numbers of blocks for which copy programs are made, where a device of `platform` has `num_blocks`."""
+    most = min(num_blocks, _MAX_ARRAY_BYTES[platform] // block_bytes)
+    return tuple(size for size in COPY_SIZES if size == 1 or size <= most)
 
 
 def split_sizes(num_blocks: int, sizes: Sequence[int]) -> list[tuple[int, int]]:

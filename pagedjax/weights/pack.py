@@ -2,9 +2,10 @@
 
 "packed_bf16" rounds every weight to bfloat16. "grouped" keeps the file's own groups of 4 and 8 bits bit for bit; other
 encodings (Q5_0, Q5_1, K-quants …), and parts of one product in several, become 8 bits, which are finer; where a part is
-no group at all, all parts are bfloat16. "int8" and "int4" round what is not in such groups yet, 32 inputs to a scale;
-embeddings and the head are kept finer: in bfloat16 beside 8 bits, in 8 bits beside 4. Norms and biases are no products'
-weights and stay floats always.
+no group at all, all parts are bfloat16. Weights of AWQ and GPTQ become Q4_1 there (`int4.as_rows`), while "w4a16" keeps
+them as they are and all else as floats (`int4.pack_for`). "int8" and "int4" round what is not in such groups yet, 32
+inputs to a scale; embeddings and the head are kept finer: in bfloat16 beside 8 bits, in 8 bits beside 4. Norms and
+biases are no products' weights and stay floats always.
 """
 
 import math
@@ -17,10 +18,12 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.models.fill import Pack, Part, checked
 from pallas_kernels.matmul import QuantisedRows, pack_floats, pack_quantised, packing
 
-Layout = Literal["float", "packed_bf16", "grouped", "int8", "int4"]
+Layout = Literal["float", "packed_bf16", "grouped", "int8", "int4", "w4a16"]
 Form = Literal["bfloat16", "8 bits", "4 bits"]
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
+# In groups of their own kind, which fit Q4_1.
+AWQ, GPTQ = "AWQ4", "GPTQ4"
 FINER = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 _KEPT: Mapping[str, tuple[str, ...]] = {"8 bits": ("Q8_0",), "4 bits": packing.FOUR_BITS}
 _ROUND: Mapping[str, Callable[[np.ndarray], QuantisedRows]] = {
@@ -89,7 +92,7 @@ def choose_form(layout: Layout, parts: Sequence[Part], encodings: Sequence[str])
         return "bfloat16" if is_finer and set(encodings) != {"Q8_0"} else "8 bits"
     if layout != "grouped" or not PLAIN.isdisjoint(encodings):
         return "bfloat16"
-    return "4 bits" if set(encodings) <= set(packing.FOUR_BITS) else "8 bits"
+    return "4 bits" if set(encodings) <= {*packing.FOUR_BITS, AWQ, GPTQ} else "8 bits"
 
 
 def describe(weights: Iterable[PackedWeight]) -> str:

@@ -32,9 +32,15 @@ class SafetensorFiles:
         stored = self.encoding(name)
         if stored not in _DTYPES:
             raise ConfigError(
-                f"tensor {name} is stored as {stored}; {', '.join(_DTYPES)} can be read. Quantised safetensors are not "
-                "supported: take the plain checkpoint, or a GGUF file"
+                f"tensor {name} is stored as {stored}; {', '.join(_DTYPES)} can be read. Of quantised safetensors "
+                "4 bits by AWQ or GPTQ are supported: take those, the plain checkpoint, or a GGUF file"
             )
+        return self._files[name].get_tensor(name)
+
+    def read_integers(self, name: str) -> np.ndarray:
+        """The tensor of int32. Raises ConfigError, by name, for another dtype."""
+        if (stored := self.encoding(name)) != "I32":
+            raise ConfigError(f"tensor {name} is stored as {stored}, not as I32")
         return self._files[name].get_tensor(name)
 
     def close(self) -> None:

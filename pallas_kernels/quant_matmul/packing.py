@@ -70,6 +70,18 @@ def stack(tensors: Sequence[Int4Tensor], *, platform: str, capability: tuple[int
     return Int4Weight(**on_device, order=order, platform=platform, capability=capability)
 
 
+def dequantise(tensor: Int4Tensor) -> np.ndarray:
+    """The values [out, in], float32."""
+    blocks = tensor.quants.reshape(-1, PAIRED, tensor.quants.shape[1])
+    quants = np.stack([blocks & 15, blocks >> 4], axis=1).reshape(-1, blocks.shape[2])
+    group_size = len(quants) // len(tensor.scales)
+    scales, zeros = (np.repeat(x.astype(np.float32), group_size, axis=0) for x in (tensor.scales, tensor.zeros))
+    values = (quants - zeros) * scales
+    if tensor.order is not None:
+        values[tensor.order] = values.copy()
+    return values.T
+
+
 def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 

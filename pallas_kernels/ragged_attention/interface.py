@@ -107,7 +107,8 @@ class AttentionBackend:
     [tokens, heads + 2 kv_heads, head_dim], its q and k first turned by rotary positions: cosines and sines
     [tokens, head_dim / 2], float32, of pairs of dimensions head_dim / 2 apart.
     `prefers_loop` says that compiling `attend` once a layer is dear, so that models had better loop over layers;
-    `joins_layers` that unrolled layers, too, update one cache of them all in place.
+    `joins_layers` that unrolled layers, too, update one cache of them all in place; `prefers_decode_programs` that
+    steps of decodes alone are worth programs of their own, with `max_q_len` 1.
     """
 
     name: str
@@ -116,4 +117,5 @@ class AttentionBackend:
     attend: Callable[..., tuple[jax.Array, KVBlocks]]
     prefers_loop: bool = False
     joins_layers: bool = False
+    prefers_decode_programs: bool = False
     attend_turned: Callable[..., tuple[jax.Array, KVBlocks]] | None = None

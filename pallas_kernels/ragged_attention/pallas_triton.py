@@ -218,5 +218,6 @@ def _kernel(
     plt.store(out_ref.at[head, pl.ds(start, tiles.tile_q)], out, mask=jnp.broadcast_to(mine, out.shape))
 
 
-BACKEND = AttentionBackend("pallas_triton", init_blocks, block_bytes, attend)
-INTERPRETED = AttentionBackend("pallas_triton_interpret", init_blocks, block_bytes, attend_interpreted)
+_KIND = partial(AttentionBackend, init_cache=init_blocks, block_bytes=block_bytes, prefers_decode_programs=True)
+BACKEND = _KIND("pallas_triton", attend=attend)
+INTERPRETED = _KIND("pallas_triton_interpret", attend=attend_interpreted)

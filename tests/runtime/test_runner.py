@@ -1,5 +1,7 @@
 """A tiny model through the runner: what is batched, chunked, preempted or in flight changes nothing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,3 +182,15 @@ def test_a_row_that_does_not_sample_has_no_token(runner):
     assert result.prompt_logprobs == {}
     runner.release(20_000)
     runner.tokens.drop(20_000)
+
+
+def test_steps_of_decodes_alone_run_their_own_programs(runner, monkeypatch):
+    expected = ids(generate(runner, PROMPTS, params(temperature=0), chunk=5))
+    apart = make_runner(backend=dataclasses.replace(xla.BACKEND, prefers_decode_programs=True))
+    apart.warm_up()
+    assert apart.programs.sizes("decode") == [1, 8]
+    ran = []
+    monkeypatch.setattr(type(apart.programs), "__getitem__", lambda self, key: ran.append(key) or self._compiled[key])
+    assert ids(generate(apart, PROMPTS, params(temperature=0), chunk=5)) == expected
+    assert {name for name, _ in ran} >= {"step", "decode"}
+    assert ("decode", 8) in ran

@@ -30,7 +30,7 @@ POISON = 300  # a token whose embedding is not a number
 _ids = count(1)
 
 
-def make_model(dtype=jnp.float32):
+def make_model(dtype=jnp.float32, backend=xla.BACKEND):
     rng = np.random.default_rng(0)
     shapes = {part.name: part.shape for sources in llama.parts(CONFIG).values() for part in sources}
 
@@ -40,12 +40,12 @@ def make_model(dtype=jnp.float32):
             values[POISON] = np.nan
         return values
 
-    return llama.LlamaForCausalLM.load(CONFIG, get, set(shapes), dtype=dtype, backend=xla.BACKEND)
+    return llama.LlamaForCausalLM.load(CONFIG, get, set(shapes), dtype=dtype, backend=backend)
 
 
-def make_runner(*, dtype=jnp.float32, pools=None, **options):
-    runtime, made = RuntimeConfig(**options), {"backend": xla.BACKEND, "dtype": dtype}
-    return Runner(make_model(dtype), CONFIG, SCHEDULER, runtime, pools=pools or {}, **made)
+def make_runner(*, dtype=jnp.float32, pools=None, backend=xla.BACKEND, **options):
+    runtime, made = RuntimeConfig(**options), {"backend": backend, "dtype": dtype}
+    return Runner(make_model(dtype, backend), CONFIG, SCHEDULER, runtime, pools=pools or {}, **made)
 
 
 class Done(NamedTuple):

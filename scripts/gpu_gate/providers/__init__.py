@@ -3,4 +3,4 @@
 A provider is a module with `cases(target) -> Iterable[Case]`, "h200" or "a100".
 """
 
-PROVIDERS = ("ragged_attention", "quant_matmul")
+PROVIDERS = ("ragged_attention", "quant_matmul", "steps")
