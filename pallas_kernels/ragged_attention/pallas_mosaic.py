@@ -69,8 +69,10 @@ def attend(
     if max_q_len == 1:
         return jnp.pad(decoded, ((0, q.shape[0] - num_decodes), (0, 0), (0, 0))), cache
     out = prefill(q, cache, ragged, tiles=tiles, interpret=interpret, **scoring)
-    joined = jnp.where(is_decode[:, None, None], decoded, out[:num_decodes])
-    return lax.dynamic_update_slice(out, joined, (0, 0, 0)), cache
+    # Decode rows are written over it; others' index lies past the end, and is dropped. (XLA 0.11 fails to compile a
+    # dynamic-update-slice of a custom call's result.)
+    places = jnp.where(is_decode, jnp.arange(num_decodes), q.shape[0])
+    return out.at[places].set(decoded, mode="drop", unique_indices=True), cache
 
 
 def attend_interpreted(*args: Any, **options: Any) -> tuple[jax.Array, KVBlocks]:
