@@ -34,13 +34,14 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    tiles: DecodeTiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Attends from q [rows, heads, head_dim], the last of its row's `kv_lens` [rows] cached tokens; an output like q,
     zero where `kv_lens` is 0."""
     first = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
     cuts = Cuts(jnp.arange(kv_lens.shape[0], dtype=jnp.int32), first, kv_lens)
-    options = {"out_dtype": q.dtype, "interpret": interpret}
+    options = {"out_dtype": q.dtype, "tiles": tiles, "interpret": interpret}
     out, log = attend_pieces(q, cache, block_tables, cuts, layer, Scores(scale, softcap), **options)
     if sinks is None:
         return out
@@ -161,12 +162,7 @@ def _kernel(
             return _attend(tile - first, tile, state, q_tile, k_ring, v_ring, staged, live, scores, interpret)
 
         state = lax.fori_loop(first, last, step, wgs.start(*q_tile.shape))
-        out_tile[...] = wgs.normalized(state).astype(out_tile.dtype)
-        log_tile[...] = wgs.log_weight(state)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, packed)], out_ref.at[piece, head])
-        plgpu.copy_smem_to_gmem(log_tile.at[pl.ds(0, packed)], log_ref.at[piece, head])
-        plgpu.wait_smem_to_gmem(0)
+        _store(state, out_tile, log_tile, out_ref.at[piece, head], log_ref.at[piece, head])
 
     @pl.when(warpgroup == 1)
     def _produce() -> None:
@@ -213,3 +209,14 @@ def _attend(
     out = wgs.weigh(state.out, weights, v_ring.tiles.at[slot], staged, interpret)
     plgpu.barrier_arrive(v_ring.free.at[slot])
     return state._replace(out=out)
+
+
+def _store(state: Softmax, out_tile: Any, log_tile: Any, out_ref: Any, log_ref: Any) -> None:
+    """The first rows of the tile, as many as out_ref [packed, head_dim] takes, and their weights."""
+    packed = out_ref.shape[0]
+    out_tile[...] = wgs.normalized(state).astype(out_tile.dtype)
+    log_tile[...] = wgs.log_weight(state)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, packed)], out_ref)
+    plgpu.copy_smem_to_gmem(log_tile.at[pl.ds(0, packed)], log_ref)
+    plgpu.wait_smem_to_gmem(0)
