@@ -1,4 +1,4 @@
-"""What each dtype and quantisation of weights costs in quality, against float32 of the same model.
+"""What each dtype, quantisation of weights and type of KV cache costs in quality, against float32 of the same model.
 
     python benchmarks/quality.py [--model smollm2-135m] [--json benchmarks/results/quality.json]
 
@@ -34,9 +34,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "kv_int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
+    "kv_fp8": {"dtype": "float32", "kv_cache_dtype": "fp8_e4m3"},
 }
 # Perplexity over float32's at most. The rest is only told.
-GATES = {"bfloat16": 1.01, "grouped": 1.01, "int8": 1.01}
+GATES = {"bfloat16": 1.01, "grouped": 1.01, "int8": 1.01, "kv_int8": 1.01, "kv_fp8": 1.01}
 
 
 class Scores(NamedTuple):

@@ -154,6 +154,28 @@ def test_info_names_versions_devices_and_backends():
     assert all(word in text for word in ("pagedjax", "jax ", "cores", "cpu", "ragged_attention", "model cache"))
 
 
+def test_info_of_kernels_names_each_ops_backend_and_the_reasons_against_others(capsys):
+    assert cli.run(["info", "--kernels", "--model", "llama-3.1-8b", "--gpu", "9.0"]) == 0
+    said = capsys.readouterr().out
+    assert "32 heads, 8 KV heads of 128, blocks of 16" in said
+    assert "not native: it runs on CPUs, and this platform is gpu" in said
+    assert "quant_matmul of 16 tokens: pallas_triton" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--gpu", "9.0"], "--gpu is about kernels: give --kernels too"),
+        (["--kernels", "--gpu", "hopper"], "'hopper' is no compute capability such as 9.0"),
+        (["--kernels", "--model", "/nowhere"], "there is no model"),
+        (["--kernels", "--model", "llama-3.1-8b", "--block-size", "0"], "--block-size"),
+    ],
+)
+def test_info_of_kernels_refuses_what_it_cannot_answer(words, complaint, capsys):
+    assert cli.run(["info", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_info_says_in_what_memory_swapped_blocks_lie():
     assert "plain memory, as the cache is" in info.report()
 

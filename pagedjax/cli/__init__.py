@@ -31,6 +31,12 @@ class ServeOptions:
     port: int = option(8000, "http", "port to listen on; 0 takes a free one")
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
+    request_timeout_s: float = option(
+        3600.0, "http", "seconds that a request has for its whole answer before it is ended (504); 0 is no limit"
+    )
+    step_timeout_s: float = option(
+        120.0, "http", "seconds after which a step counts as stuck: /health says so, and the process ends; 0 never"
+    )
     api_keys: str | None = option(
         None, "http", "TOML file of API keys; with keys every route but /health needs one", "none"
     )
@@ -133,8 +139,20 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--cost", choices=COST_MODELS, help=f"the device that --what-if simulates (default: {COST_MODELS[0]})"
     )
-    _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
+    info = _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
+    _add_kernel_flags(info)
     return top
+
+
+def _add_kernel_flags(info: argparse.ArgumentParser) -> None:
+    info.add_argument("--kernels", action="store_true", help="show the backends of one model alone")
+    info.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    info.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    info.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8", "fp8_e4m3"))
+    info.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block (default: 16)")
+    info.add_argument(
+        "--gpu", metavar="CAPABILITY", help="as on a GPU of that compute capability, 9.0 or 8.0 (default: this machine)"
+    )
 
 
 def settings(args: argparse.Namespace, options: type) -> dict[str, Any]:
@@ -197,6 +215,8 @@ def _serve(args: argparse.Namespace) -> int:
         tool_call_parser=options.tool_call_parser,
         template_kwargs=parse_names(options.chat_template_kwargs),
         allowed_hosts=parse_names(options.allowed_hosts or ""),
+        request_timeout_s=options.request_timeout_s,
+        step_timeout_s=options.step_timeout_s,
     )
     return server.serve(
         lambda: _engine(config),
@@ -298,7 +318,21 @@ def _bench(argv: Sequence[str]) -> int:
     return bench.main(argv)
 
 
-def _info(_args: argparse.Namespace) -> None:
-    from pagedjax.cli import info
+def _info(args: argparse.Namespace) -> None:
+    from pagedjax.cli import info, kernels
 
-    print(info.report())
+    if not args.kernels:
+        names = ("model", "dtype", "kv_cache_dtype", "block_size", "gpu")
+        given = [flags.flag_name(name) for name in names if getattr(args, name) is not None]
+        if given:
+            raise ConfigError(f"{', '.join(given)} is about kernels: give --kernels too")
+        print(info.report())
+        return
+    said = kernels.report(
+        args.model or DEFAULT_MODEL,
+        dtype=args.dtype or "auto",
+        kv_cache_dtype=args.kv_cache_dtype or "auto",
+        block_size=16 if args.block_size is None else args.block_size,
+        gpu=args.gpu,
+    )
+    print(said)

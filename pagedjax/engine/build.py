@@ -7,24 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.plan import Tier
-from pagedjax.engine.config import EngineConfig, resolve
+from pagedjax.engine.config import KV_CACHE_DTYPES, EngineConfig, claim_memory, resolve
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.quantisation import WeightChoice, choose_layout
 from pagedjax.engine.record import Recorder
 from pagedjax.engine.tokenizer import load_tokenizer
 from pagedjax.models.config import ModelConfig
-from pagedjax.runtime import kv_cache
+from pagedjax.runtime import device_memory, kv_cache
 from pagedjax.runtime.pools import make_pools
 from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.swap import Pool, max_staging_bytes
 from pagedjax.weights import load, store
 from pagedjax.weights.pack import PackedWeight, describe
 from pallas_kernels import dispatch
-from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape
+from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, AttentionVariant
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     Raises ConfigError for a model that cannot be found, read or held in memory, and for limits that do not fit it.
     """
     report = progress or _silent
+    memory_share = claim_memory(config.gpu_memory_utilization)
     path = store.resolve(config.model, report)
     report("load", 0, 1)
     with load.open_checkpoint(path) as checkpoint:
@@ -46,18 +48,25 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     dtype = load.DTYPES[config.dtype]
     choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
     backend = choose_attention(config, model_config)
-    bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, dtype)
+    cache_dtype = jnp.dtype(KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype))
+    bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, cache_dtype)
     weights: list[PackedWeight] = []
     model = load.load_model(path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append)
     report("load", 1, 1)
     pools = make_pools(config.runtime, bytes_per_block)
     staging_bytes = max_staging_bytes(config.scheduler(1), bytes_per_block) if pools else 0
+    runtime = replace(config.runtime, memory_share=memory_share)
+    types = {"backend": backend, "dtype": dtype, "cache_dtype": cache_dtype}
     num_blocks = kv_cache.choose_num_blocks(
-        config.runtime, config.scheduler(1), bytes_per_block, spared_bytes=staging_bytes
+        runtime,
+        config.scheduler(1),
+        bytes_per_block,
+        spared_bytes=staging_bytes,
+        device=device_memory.measure(model, model_config, config.scheduler(1), runtime, **types),
     )
     logger.info("event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks))
     scheduler = with_tiers(config.scheduler(num_blocks), pools)
-    runner = Runner(model, model_config, scheduler, config.runtime, backend=backend, dtype=dtype, pools=pools)
+    runner = Runner(model, model_config, scheduler, runtime, pools=pools, **types)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
     if pools:
         costs = runner.measure_costs()
@@ -75,8 +84,10 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
         return dispatch.choose(
             "ragged_attention",
             platform=jax.default_backend(),
+            capability=dispatch.capability_of(jax.devices()[0]),
             shape=shape,
             dtype=load.DTYPES[config.dtype],
+            variant=AttentionVariant(kv_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype)),
             wish=config.attention_backend,
         ).backend
     except (ValueError, NotImplementedError) as error:
@@ -105,6 +116,7 @@ def chosen(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_blocks": num_blocks,
         "attention_backend": attention_backend,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "weights": choice.layout,
         "weights_reason": f'"{choice.reason}"',
         "weights_packed": f'"{describe(weights)}"',

@@ -19,6 +19,12 @@ from pagedjax.weights.store import home_directory, served_model_name
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int8", "int4"]
+KVCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3"]
+GPU_MEMORY_UTILIZATION = 0.9
+# Where XLA reads how much of a GPU's memory its allocator takes, when it starts.
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# What a cache's type is called by JAX.
+KV_CACHE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
 _QUANTIZATION = (
@@ -52,6 +58,12 @@ class EngineConfig:
 
     block_size: int = _option(16, "memory", "tokens in a KV block, a power of two")
     kv_cache_memory: float | None = _option(None, "memory", "GiB for the KV cache")
+    kv_cache_dtype: KVCacheDtype = _option(
+        "auto", "memory", "of keys and values in the cache; int8 and fp8 (fp8_e4m3) keep a scale per token and head"
+    )
+    gpu_memory_utilization: float | None = _option(
+        None, "memory", "share of a GPU's memory for weights, activations and KV cache together; 0.9 if not given"
+    )
     num_gpu_blocks_override: int | None = _option(None, "memory", "number of KV blocks, instead of a size in GiB")
     swap_space: float = _option(0.0, "memory", "GiB of host memory for the blocks of preempted sequences")
     swap_space_disk: float = _option(0.0, "memory", "GiB on disk for those that the host has no room for")
@@ -64,6 +76,9 @@ class EngineConfig:
     async_scheduling: bool = _option(True, "scheduling", "plan a step while the one before it runs")
     max_queued_requests: int = _option(1024, "scheduling", "most requests that wait; more are refused (429)")
     max_queued_tokens: int = _option(2_000_000, "scheduling", "most prompt tokens that wait; more are refused (429)")
+    queue_timeout_s: float = _option(
+        0.0, "scheduling", "seconds that a request may wait for its first step before it is ended (504); 0 is no limit"
+    )
 
     preset: Preset = _option("mixed", "preemption", "the kind of traffic, which decides what is not set here")
     enable_preemption: bool | None = _preset("interrupt running requests for others")
@@ -79,6 +94,9 @@ class EngineConfig:
     tenant_weights: str = _option("", "preemption", "shares of named tenants: gold=3,silver=2,bronze=1; others have 1")
 
     attention_backend: str | None = _option(None, "device", "name of the attention backend; see pagedjax info")
+    enforce_eager: bool = _option(
+        False, "device", "on GPUs, launch each kernel by itself, not a step's as one command buffer (CUDA graph)"
+    )
     compilation_cache_dir: str | None = _option(None, "device", "where compiled programs are kept between starts")
     record: str | None = _option(None, "device", "file to which every event of the scheduler goes; see pagedjax replay")
 
@@ -90,6 +108,14 @@ class EngineConfig:
         if self.quantization not in get_args(Quantization):
             known = ", ".join(get_args(Quantization))
             raise ConfigError(f"quantization {self.quantization!r} is not one of {known}; set --quantization")
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            known = ", ".join(get_args(KVCacheDtype))
+            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {known}; set --kv-cache-dtype")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}; "
+                "set --gpu-memory-utilization"
+            )
         if self.preset not in get_args(Preset):
             raise ConfigError(f"preset {self.preset!r} is not one of {', '.join(get_args(Preset))}; set --preset")
         # The limits that are still automatic cannot be checked yet; stand-ins that fit the others are.
@@ -98,6 +124,8 @@ class EngineConfig:
         self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
         if self.preemption_method == "swap" and not (self.swap_space or self.swap_space_disk):
             raise ConfigError("preemption_method swap has nowhere to swap to; set --swap-space or --swap-space-disk")
+        if not 0 <= self.queue_timeout_s < float("inf"):
+            raise ConfigError(f"queue_timeout_s must be 0 or more, not {self.queue_timeout_s}; set --queue-timeout-s")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in 0..2^63 - 1, not {self.seed}; set --seed")
 
@@ -123,6 +151,7 @@ class EngineConfig:
             swap_dir=self.swap_dir,
             compilation_cache_dir=self.compilation_cache_dir,
             num_compile_threads=os.cpu_count() or 1,
+            enforce_eager=self.enforce_eager,
         )
 
     def scheduler(self, num_blocks: int) -> SchedulerConfig:
@@ -166,6 +195,8 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
             f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings} positions; "
             "lower --max-model-len"
         )
+    if platform == "cpu":
+        _refuse_for_gpus(config)
     enough_tokens = _max_num_batched_tokens(config, max_model_len, platform)
     swap_dir = config.swap_dir or (str(home_directory() / "swap") if config.swap_space_disk else None)
     return replace(
@@ -177,6 +208,21 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
         compilation_cache_dir=config.compilation_cache_dir or str(home_directory() / "compiled"),
         **config.policy,
     )
+
+
+def claim_memory(utilization: float | None) -> float:
+    """Let JAX's allocator take that share of a GPU's memory, unless the environment says another or JAX has started;
+    gives the part of what the allocator has that makes up the share."""
+    share = GPU_MEMORY_UTILIZATION if utilization is None else utilization
+    said = next(filter(None, map(os.environ.get, _FRACTIONS)), None)
+    if said is None:
+        os.environ[_FRACTIONS[0]] = str(share)
+        return 1.0
+    try:
+        return min(share / float(said), 1.0)
+    except (ValueError, ZeroDivisionError):
+        name = next(name for name in _FRACTIONS if os.environ.get(name))
+        raise ConfigError(f"{name}={said} is no share of a GPU's memory; unset it") from None
 
 
 _HINTS = get_type_hints(EngineConfig)
@@ -200,6 +246,16 @@ def _check_types(config: EngineConfig) -> None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigError(f"{name} must be {words}, not {value!r}; set {flag}")
+
+
+def _refuse_for_gpus(config: EngineConfig) -> None:
+    """Raise ConfigError for what says nothing on a CPU."""
+    if config.enforce_eager:
+        raise ConfigError("enforce_eager goes without CUDA graphs, and this machine has no GPU; drop --enforce-eager")
+    if config.gpu_memory_utilization is not None:
+        raise ConfigError(
+            "gpu_memory_utilization is a share of a GPU's memory, and this machine has no GPU; set --kv-cache-memory"
+        )
 
 
 def _or(value: int | None, automatic: int) -> int:

@@ -18,7 +18,8 @@ _MIN_LARGEST_ROWS = 16  # prompt log-probabilities run the head on this many row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """What the runtime adds to SchedulerConfig. `kv_cache_memory`, `swap_space` and `swap_space_disk` are in GiB; None
-    means automatic. `swap_dir` holds the disk's part."""
+    means automatic. `swap_dir` holds the disk's part. `memory_share` is the part that is used of what an accelerator's
+    allocator may give."""
 
     kv_cache_memory: float | None = None
     num_gpu_blocks_override: int | None = None
@@ -27,6 +28,8 @@ class RuntimeConfig:
     swap_dir: str | None = None
     compilation_cache_dir: str | None = None
     num_compile_threads: int = 2
+    memory_share: float = 1.0
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_memory is not None and not 0 < self.kv_cache_memory < math.inf:
@@ -45,6 +48,12 @@ class RuntimeConfig:
             raise ConfigError("swap_dir is of no use without space on the disk; set --swap-space-disk")
         if self.num_compile_threads < 1:
             raise ConfigError(f"num_compile_threads must be at least 1, not {self.num_compile_threads}")
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA's, for every program. On GPUs it puts a step's kernels into command buffers (CUDA graphs), which are
+        launched whole; eager programs launch each kernel, so that tools see them one by one."""
+        return {"xla_gpu_enable_command_buffer": ""} if self.enforce_eager else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Every device program, compiled ahead of time from shapes alone; a shape that is not here cannot run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -97,11 +98,19 @@ class Programs:
     def sizes(self, name: str) -> list[int]:
         return sorted(size for kind, size in self._compiled if kind == name)
 
-    def compile(self, jobs: list[Job], num_threads: int, progress: Progress | None = None) -> None:
-        """Compile what is not yet compiled. `progress(done, total, label)` is called in this thread."""
+    def compile(
+        self,
+        jobs: list[Job],
+        num_threads: int,
+        progress: Progress | None = None,
+        *,
+        options: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Compile what is not yet compiled. `progress(done, total, label)` is called in this thread; `options` are
+        XLA's."""
         jobs = [job for job in jobs if (job.name, job.size) not in self._compiled]
         with ThreadPoolExecutor(num_threads) as pool:
-            waiting = {pool.submit(_compile, job): job for job in jobs}
+            waiting = {pool.submit(compile_job, job, options): job for job in jobs}
             try:
                 for done, future in enumerate(as_completed(waiting), 1):
                     job = waiting[future]
@@ -113,8 +122,9 @@ class Programs:
                 raise
 
 
-def _compile(job: Job) -> Callable[..., Any]:
-    return job.jitted.lower(*job.inputs).compile()
+def compile_job(job: Job, options: Mapping[str, str]) -> Any:
+    """The program, ready to be called and to be asked for its memory."""
+    return job.jitted.lower(*job.inputs).compile(compiler_options=dict(options) or None)
 
 
 def jobs(

@@ -18,9 +18,9 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.plan import StepPlan, Tier
-from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.stack import init_caches
 from pagedjax.runtime import batch as batches
@@ -49,10 +49,10 @@ class Costs(NamedTuple):
 class Runner:
     """Owns the device's state: the cache, the last ids and the penalty state. One thread uses it.
 
-    `scheduler.num_blocks` blocks are allocated. `tokens` is the table to which the engine adds sequences before their
-    first plan and accepted tokens after each collected step. `pools` are the lower tiers, whose blocks have
-    `kv_cache.block_bytes` bytes. Nothing compiles after `warm_up`: what it did not prepare is refused with
-    SchedulerError.
+    `scheduler.num_blocks` blocks of `cache_dtype` (by default `dtype`) are allocated. `tokens` is the table to which
+    the engine adds sequences before their first plan and accepted tokens after each collected step. `pools` are the
+    lower tiers, whose blocks have `kv_cache.block_bytes` bytes. Nothing compiles after `warm_up`: what it did not
+    prepare is refused with SchedulerError.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Runner:
         *,
         backend: AttentionBackend,
         dtype: Any,
+        cache_dtype: Any = None,
         pools: Mapping[Tier, Pool] = MappingProxyType({}),
     ) -> None:
         if runtime.compilation_cache_dir is not None:
@@ -73,7 +74,7 @@ class Runner:
         self.shapes = shapes_for(scheduler)
         self.programs = Programs()
         self._config, self._scheduler, self._runtime = config, scheduler, runtime
-        self._backend, self._dtype = backend, dtype
+        self._backend, self._dtype, self._cache_dtype = backend, dtype, cache_dtype or dtype
         self._parts = programs.split_model(model, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
         # A sequence leaves `State.running` and gives up its slot in one update, before any other is planned.
         self._num_slots = scheduler.max_num_seqs
@@ -98,7 +99,7 @@ class Runner:
             self._backend,
             num_blocks=scheduler.num_blocks,
             block_size=scheduler.block_size,
-            dtype=self._dtype,
+            dtype=self._cache_dtype,
         )
         self._last_ids = jax.device_put(np.zeros(self._num_slots + 1, np.int32))
         self._penalties: jax.Array | None = None
@@ -117,7 +118,8 @@ class Runner:
             decodes=self._backend.prefers_decode_programs,
         )
         todo += copies.jobs(self._caches, self._copies, self._copy_sizes, swaps=bool(self._pools))
-        self.programs.compile(todo, self._runtime.num_compile_threads, progress)
+        runtime = self._runtime
+        self.programs.compile(todo, runtime.num_compile_threads, progress, options=runtime.compiler_options)
         self._warm_compiles = compiles.num_compiles()
 
     def measure_costs(self) -> Costs:

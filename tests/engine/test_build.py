@@ -22,6 +22,7 @@ def test_what_was_left_automatic_is_told_as_it_was_filled_in():
         "max_num_batched_tokens": "256",
         "num_blocks": "7",
         "attention_backend": "xla",
+        "kv_cache_dtype": "auto",
         "weights": "int8",
         "weights_reason": "it is asked for",
         "weights_packed": "2.0M Q6_K in 8 bits, error 0.50%",

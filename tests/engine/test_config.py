@@ -1,12 +1,13 @@
 """The configuration record: what it refuses, and what `resolve` fills in."""
 
 import dataclasses
+import os
 
 import pytest
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.presets import PRESETS
-from pagedjax.engine.config import EngineConfig, resolve
+from pagedjax.engine.config import EngineConfig, claim_memory, resolve
 from tests.runtime.tiny import CONFIG
 
 
@@ -22,6 +23,9 @@ from tests.runtime.tiny import CONFIG
         ({"dtype": "int8"}, "--dtype"),
         ({"quantization": "fp8"}, "--quantization"),
         ({"kv_cache_memory": 0.0}, "--kv-cache-memory"),
+        ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
+        ({"gpu_memory_utilization": 1.1}, "--gpu-memory-utilization"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override"),
         ({"swap_space": -0.5}, "--swap-space"),
         ({"swap_space_disk": float("inf")}, "--swap-space-disk"),
@@ -62,6 +66,8 @@ def test_resolve_leaves_nothing_automatic_but_the_pools_size(platform):
         "served_model_name",
         "quantization",
         "kv_cache_memory",
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
         "num_gpu_blocks_override",
         "attention_backend",
         "swap_dir",
@@ -81,6 +87,31 @@ def test_resolve_keeps_what_was_chosen():
     limits = {"max_model_len": 32, "max_num_batched_tokens": 64}
     chosen = EngineConfig(dtype="float16", compilation_cache_dir="here", **limits, **PRESETS["batch"])
     assert resolve(chosen, CONFIG, platform="cpu") == chosen
+
+
+@pytest.mark.parametrize("fields", [{"enforce_eager": True}, {"gpu_memory_utilization": 0.5}])
+def test_what_is_about_gpus_is_refused_without_one(fields):
+    resolve(EngineConfig(**fields), CONFIG, platform="gpu")
+    with pytest.raises(ConfigError, match=r"this machine has no GPU; (drop --enforce-eager|set --kv-cache-memory)"):
+        resolve(EngineConfig(**fields), CONFIG, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("said", "wish", "share"), [(None, None, 1.0), (None, 0.5, 1.0), ("0.75", 0.5, 2 / 3), ("0.5", 0.9, 1.0)]
+)
+def test_the_allocator_takes_the_share_unless_the_environment_says_another(said, wish, share, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")
+    if said is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", said)
+    assert claim_memory(wish) == pytest.approx(share)
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == ("" if said else str(wish or 0.9))
+
+
+def test_a_share_in_the_environment_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "much")
+    with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION=much"):
+        claim_memory(None)
 
 
 def test_a_context_longer_than_the_models_is_refused():

@@ -11,6 +11,7 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.models.stack import init_caches
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.config import RuntimeConfig
+from pagedjax.runtime.device_memory import DeviceMemory
 from pallas_kernels.block_copy import staging_for
 from pallas_kernels.dispatch import CANDIDATES
 from pallas_kernels.ragged_attention import xla
@@ -62,6 +63,33 @@ def test_an_automatic_size_spares_what_else_the_device_must_hold(monkeypatch):
     assert kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB, spared_bytes=60 * MIB) == 128
     asked = RuntimeConfig(kv_cache_memory=0.5 / 8)
     assert kv_cache.choose_num_blocks(asked, SCHEDULER, MIB, spared_bytes=60 * MIB) == 64
+
+
+DEVICE = DeviceMemory(limit=1000 * MIB, used=300 * MIB, activations=100 * MIB)
+
+
+def test_on_an_accelerator_the_cache_gets_what_model_and_activations_leave():
+    scheduler = SchedulerConfig(block_size=16, max_model_len=1024, max_num_seqs=64)
+    found = kv_cache.choose_num_blocks(RuntimeConfig(), scheduler, MIB, device=DEVICE)
+    assert 580 <= found <= 588  # of 600, but for gaps between the allocator's pieces
+    spared = kv_cache.choose_num_blocks(RuntimeConfig(), scheduler, MIB, device=DEVICE, spared_bytes=200 * MIB)
+    assert 380 <= spared <= 388
+
+
+def test_an_accelerator_that_is_too_small_is_refused_with_the_account_and_the_flags():
+    small = DEVICE._replace(limit=450 * MIB)
+    with pytest.raises(ConfigError) as refused:
+        kv_cache.choose_num_blocks(RuntimeConfig(), SCHEDULER, MIB, device=small)
+    for part in (
+        *("0.0625 GiB are needed", "0.0479 GiB are available", "of 0.439 GiB the model takes 0.293 GiB"),
+        *("activations 0.0977 GiB", "--gpu-memory-utilization", "--max-model-len", "--max-num-batched-tokens"),
+    ):
+        assert part in str(refused.value)
+
+
+def test_a_size_that_was_set_must_fit_beside_the_model():
+    with pytest.raises(ConfigError, match=r"takes 0\.587 GiB, and 0\.586 GiB .*the model takes .*--num-gpu-blocks"):
+        kv_cache.choose_num_blocks(RuntimeConfig(num_gpu_blocks_override=601), SCHEDULER, MIB, device=DEVICE)
 
 
 def test_rounding_never_costs_the_one_sequence_that_fits(monkeypatch):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagedjax.core.effects import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.core.errors import ConfigError, SchedulerError
 from pagedjax.core.plan import Row, Scatter, StepPlan, Tier
-from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.disk import DiskPool, SwapFile
 from pagedjax.runtime.host import HostPool
@@ -19,7 +19,8 @@ from pallas_kernels.ragged_attention import xla
 from tests.runtime.tiny import CONFIG, SCHEDULER, Sequence, make_runner, params, plan_rows, take
 
 NUM_DEVICE_BLOCKS, NUM_LOWER_BLOCKS = SCHEDULER.num_blocks, 40
-DTYPES = ("float32", "bfloat16", "float16")
+QUANTISED = ("int8", "float8_e4m3fn")
+DTYPES = ("float32", "bfloat16", "float16", *QUANTISED)  # of the cache
 LONG_S = 30.0
 transfer_ids = count(1)
 
@@ -34,7 +35,8 @@ class Rig:
             Tier.HOST: HostPool(NUM_LOWER_BLOCKS, self.block_bytes),
             Tier.DISK: DiskPool(file, NUM_LOWER_BLOCKS, self.block_bytes),
         }
-        self.runner = make_runner(dtype=jnp.dtype(dtype), pools=self.pools)
+        computing = "float32" if dtype in QUANTISED else dtype
+        self.runner = make_runner(dtype=jnp.dtype(computing), cache_dtype=jnp.dtype(dtype), pools=self.pools)
         self.runner.warm_up()
 
     def swap_out(self, tier, moves):
@@ -217,6 +219,16 @@ def test_without_pools_there_is_nothing_to_swap_to():
     runner = make_runner()
     with pytest.raises(SchedulerError, match="host tier"):
         runner.fetch(Fetch(1, Tier.HOST, (0,)))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_blocks_of_a_quantised_cache_travel_with_their_scales(rig_of, dtype):
+    rig, prompt = rig_of(dtype), [5, 9, 2, 40, 17, 33, 8, 100, 3]
+    caches = rig.runner._caches
+    assert all(leaf is not None for cache in caches for leaf in cache)
+    assert rig.block_bytes == sum(leaf.nbytes for cache in caches for leaf in cache) // NUM_DEVICE_BLOCKS
+    expected = run(rig, prompt, {"temperature": 0}, swap_to=None)
+    assert run(rig, prompt, {"temperature": 0}, swap_to=Tier.HOST) == expected
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])

@@ -43,8 +43,8 @@ def make_model(dtype=jnp.float32, backend=xla.BACKEND):
     return llama.LlamaForCausalLM.load(CONFIG, get, set(shapes), dtype=dtype, backend=backend)
 
 
-def make_runner(*, dtype=jnp.float32, pools=None, backend=xla.BACKEND, **options):
-    runtime, made = RuntimeConfig(**options), {"backend": backend, "dtype": dtype}
+def make_runner(*, dtype=jnp.float32, cache_dtype=None, pools=None, backend=xla.BACKEND, **options):
+    runtime, made = RuntimeConfig(**options), {"backend": backend, "dtype": dtype, "cache_dtype": cache_dtype}
     return Runner(make_model(dtype, backend), CONFIG, SCHEDULER, runtime, pools=pools or {}, **made)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.events import Arrived, StepDue
 from pagedjax.core.request import Request
-from pagedjax.core.state import Arrived, StepDue
 from serving import dashboard
 
 
