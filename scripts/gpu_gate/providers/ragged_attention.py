@@ -19,7 +19,7 @@ QUICK = "llama-3.1-8b"
 DTYPES = ("bfloat16", "float32")
 # Each backend's kernels, and what its half-precision products must use: groups of which one is enough.
 KERNELS = {
-    "pallas_mosaic": {name: (("wgmma",), ("tma",)) for name in ("ragged_attention_mosaic", "paged_attention_mosaic")},
+    "pallas_mosaic": dict.fromkeys(("ragged_attention_mosaic", "paged_attention_mosaic"), (("wgmma",), ("tma",))),
     "pallas_triton": {"ragged_attention": (TENSOR_CORES,)},
 }
 
