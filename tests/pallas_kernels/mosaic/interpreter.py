@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 
 
-def interpret(jobs: dict[str, dict[str, Any]], limit_s: float) -> dict[str, dict[str, Any]]:
+def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = False) -> dict[str, dict[str, Any]]:
     """Each job's result by its name: see `interpret.py`. Jobs that the process did not come to are not there."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.pallas_kernels.mosaic.interpret"],
@@ -27,6 +27,7 @@ def interpret(jobs: dict[str, dict[str, Any]], limit_s: float) -> dict[str, dict
     except subprocess.TimeoutExpired:
         process.kill()
         said, _ = process.communicate()
-    print(said)  # pytest shows it where a test fails
+    if not quiet:
+        print(said)  # pytest shows it where a test fails
     found = [json.loads(line.removeprefix("RESULT ")) for line in said.splitlines() if line.startswith("RESULT ")]
     return dict(zip(jobs, found))
