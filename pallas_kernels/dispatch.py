@@ -15,7 +15,7 @@ from pallas_kernels.kv_write import xla as kv_write_xla
 from pallas_kernels.paged_attention import PagedBackend
 from pallas_kernels.paged_attention import pallas_triton as paged_triton
 from pallas_kernels.paged_attention import reference as paged_reference
-from pallas_kernels.ragged_attention import AttentionBackend, native, pallas_triton, reference, xla
+from pallas_kernels.ragged_attention import AttentionBackend, native, pallas_mosaic, pallas_triton, reference, xla
 
 Backend = AttentionBackend | PagedBackend | KVWriteBackend
 
@@ -48,9 +48,11 @@ _PLAIN = AttentionVariant()
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "ragged_attention": (
+            Candidate(pallas_mosaic.BACKEND, pallas_mosaic.refuse),
             Candidate(pallas_triton.BACKEND, triton.refuse),
             Candidate(native.BACKEND, native.refuse),
             Candidate(xla.BACKEND, _always),
+            Candidate(pallas_mosaic.INTERPRETED, pallas_mosaic.refuse_interpreted, only_when_wished=True),
             Candidate(pallas_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
             Candidate(reference.BACKEND, _always, only_when_wished=True),
         ),
