@@ -12,6 +12,7 @@ from pallas_kernels.ragged_attention import (
     AttentionShape,
     AttentionVariant,
     native,
+    pallas_mosaic,
     pallas_triton,
     reference,
     xla,
@@ -46,9 +47,11 @@ _PLAIN = AttentionVariant()
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "ragged_attention": (
+            Candidate(pallas_mosaic.BACKEND, pallas_mosaic.refuse),
             Candidate(pallas_triton.BACKEND, pallas_triton.refuse),
             Candidate(native.BACKEND, native.refuse),
             Candidate(xla.BACKEND, _always),
+            Candidate(pallas_mosaic.INTERPRETED, pallas_mosaic.refuse_interpreted, only_when_wished=True),
             Candidate(pallas_triton.INTERPRETED, pallas_triton.refuse_interpreted, only_when_wished=True),
             Candidate(reference.BACKEND, _always, only_when_wished=True),
         )

@@ -62,7 +62,7 @@ def write_page(path: Path, results: list[dict[str, Any]]) -> None:
 
 def tables(results: list[dict[str, Any]]) -> str:
     """Kernels, then whole programs, then what was refused or failed, as Markdown."""
-    kernels = [result for result in results if result.get("kernels") and result["op"] != "step"]
+    kernels = [result for result in results if result.get("kernels")]
     programs = [result for result in results if "thunks" in result and result["cache_bytes"]]
     others = [result for result in results if result["status"] != "ok"]
     parts = [
