@@ -15,7 +15,11 @@ from tests.serving.chromium import page_at
 
 IMAGES = Path(__file__).parent / "images"
 QUESTION = "Why does a paged KV cache waste so little memory?"
-LOOKS = (("dashboard", 1360, 900, "light"), ("dashboard-dark", 1360, 900, "dark"), ("dashboard-phone", 390, 844, "light"))
+LOOKS = (
+    ("dashboard", 1360, 900, "light"),
+    ("dashboard-dark", 1360, 900, "dark"),
+    ("dashboard-phone", 390, 844, "light"),
+)
 
 
 async def load(http: aiohttp.ClientSession, url: str, tenant: str, priority: int) -> None:

@@ -80,7 +80,7 @@ def tenants(state: State) -> list[dict[str, Any]]:
     """
     running = Counter(sequence.request.tenant for sequence in state.running)
     in_use = weight_in_use(state.tenants, state.waiting.queues)
-    found = []
+    found: list[dict[str, Any]] = []
     for name, tenant in state.tenants.accounts.items():
         own, total = share(state.tenants, name)
         queue = state.waiting.queues.get(name)
