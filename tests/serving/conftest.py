@@ -13,6 +13,7 @@ from typing import NamedTuple
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
@@ -127,7 +128,7 @@ class FakeEngine:
     def __init__(self, reply=("Hel", "lo, ", "world"), *, hang=False, fail_after=None, failure=None, refuse=None):
         self.reply, self.hang, self.fail_after, self.refuse = reply, hang, fail_after, refuse
         self.failure = failure or RuntimeError("secret detail of a crash")
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer, self.registry = ByteTokenizer(), CollectorRegistry()
         self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
         self.preemptible, self.outcomes = [], []
         self.step_age = 0.0
@@ -186,7 +187,7 @@ class FakeEngine:
         return question(self.state())
 
     async def render_metrics(self):
-        return b""
+        return generate_latest(self.registry)
 
     async def set_log_level(self, level):
         logs.set_level(level)
