@@ -181,6 +181,10 @@ class AsyncEngine:
         if self._facts is not None:
             await self._link.ask(partial(_set_level, level))
 
+    def dump_stacks(self) -> None:
+        """Write to standard error where every thread of the engine's process stands, to see why a step hangs."""
+        self._link.dump_stacks()
+
     @property
     def metrics(self) -> EngineMetrics:
         """Those of an engine in this process; else see `render_metrics`."""

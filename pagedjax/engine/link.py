@@ -1,6 +1,7 @@
 """The way from asyncio to the step loop: what both ways have in common, and the one to a thread of this process."""
 
 import asyncio
+import faulthandler
 import logging
 import threading
 from collections.abc import Callable
@@ -46,6 +47,10 @@ class Link(Protocol):
         """What a function that can be imported says of the engine, where that is, beside its steps."""
         ...
 
+    def dump_stacks(self) -> None:
+        """Write to standard error where every thread beside the steps' stands, and theirs."""
+        ...
+
     def is_alive(self) -> bool: ...
 
     async def stop(self) -> None: ...
@@ -83,6 +88,9 @@ class ThreadLink:
     async def ask(self, question: Callable[[Engine], T]) -> T:
         assert self._steps is not None
         return question(self._steps.engine)
+
+    def dump_stacks(self) -> None:
+        faulthandler.dump_traceback()
 
     def is_alive(self) -> bool:
         return self._thread is None or self._thread.is_alive()

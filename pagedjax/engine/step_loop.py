@@ -120,7 +120,6 @@ class StepLoop:
                     self._report([Update(request.request_id, None, error=error)])
             case Refuse(request_id, error):
                 self._taken_ids.append(request_id)
-                self.engine.metrics.requests.labels("refused").inc()
                 self._report([Update(request_id, None, error=error)])
             case Abort(request_id, outcome):
                 self.engine.abort(request_id, outcome)
