@@ -15,15 +15,15 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine import logs
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.link import Build, Facts
+from pagedjax.engine.messages import Abort, Add, Command, Refuse
 from pagedjax.engine.outputs import EngineError
-from pagedjax.engine.step_loop import Abort, Add, Command, Refuse, StepLoop
+from pagedjax.engine.step_loop import StepLoop
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.wire import (
     Answer,
@@ -37,6 +37,9 @@ from pagedjax.engine.wire import (
     ToEngine,
     unpack_commands,
 )
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +149,7 @@ class Office:
                 steps.put(abort)
 
 
-def answer(ask: Ask, engine: Engine) -> Answer:
+def answer(ask: Ask, engine: "Engine") -> Answer:
     try:
         return Answer(ask.number, pickle.dumps(pickle.loads(ask.question)(engine)))
     except Exception as error:

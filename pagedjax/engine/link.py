@@ -5,21 +5,24 @@ import faulthandler
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
-from pagedjax.engine.step_loop import Command, Report, StepLoop
+from pagedjax.engine.messages import Command, Report
+from pagedjax.engine.step_loop import StepLoop
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
-Build = Callable[[EngineConfig], Engine]
+Build = Callable[[EngineConfig], "Engine"]
 Hear = Callable[[Report], None]
 
 
@@ -43,7 +46,7 @@ class Link(Protocol):
         """The part of preparing that is done where the engine is. Safe on any thread. Raises RequestError."""
         ...
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def ask(self, question: "Callable[[Engine], T]") -> T:
         """What a function that can be imported says of the engine, where that is, beside its steps."""
         ...
 
@@ -66,7 +69,7 @@ class ThreadLink:
         self._steps: StepLoop | None = None
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> "Engine | None":
         """None until it is loaded."""
         return None if self._steps is None else self._steps.engine
 
@@ -85,7 +88,7 @@ class ThreadLink:
         assert self._steps is not None
         return self._steps.engine.with_grammar(request)
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def ask(self, question: "Callable[[Engine], T]") -> T:
         assert self._steps is not None
         return question(self._steps.engine)
 

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedjax.engine import engine_process, logs
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.link import STOP_TIMEOUT_S, Build, Facts, Hear, call_on, settle
+from pagedjax.engine.messages import Command, Failed
 from pagedjax.engine.outputs import EngineError
-from pagedjax.engine.step_loop import Command, Failed
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.wire import (
     Answer,
@@ -36,6 +35,9 @@ from pagedjax.engine.wire import (
     pack_commands,
     unpack,
 )
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class ProcessLink:
         """Grammars are compiled there, once the request has arrived."""
         return request._replace(prompt=None)
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def ask(self, question: "Callable[[Engine], T]") -> T:
         """Raises EngineError where there is nobody any more to answer."""
         if self._is_lost or self._is_stopping:
             raise EngineError("the engine's process has ended")

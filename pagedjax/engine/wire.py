@@ -9,8 +9,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from pagedjax.engine.link import Facts
+from pagedjax.engine.messages import Command, Report, Stepped
 from pagedjax.engine.outputs import Delta, Update
-from pagedjax.engine.step_loop import Command, Report, Stepped
 
 # Prompts' log-probabilities go over once; so many requests are remembered to have theirs.
 _MAX_TOLD = 4096
