@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint types native sanitize soak gpu-gate gpu-check vendor notebooks bench clean
+.PHONY: help serve chat test lint types native sanitize soak mosaic gpu-gate gpu-check vendor notebooks bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV   ?= .venv
@@ -66,6 +66,10 @@ prove: $(DEV) ## search all orders of events of small schedulers (ARGS="full --m
 	$(SAY) 'Searching all orders of events'
 	@$(BIN)/python -m tests.core.search $(ARGS)
 	@$(BIN)/python -m tests.core.abstraction
+
+mosaic: $(DEV) ## run the Mosaic GPU kernels of random shapes in JAX's interpreter, looking for races (ARGS="--num 100")
+	$(SAY) 'Interpreting the Mosaic GPU kernels'
+	@$(BIN)/python -m tests.pallas_kernels.mosaic.sweep $(ARGS)
 
 mutants: $(DEV) ## plant bugs in the scheduler and say which check catches each (ARGS="leak_all")
 	$(SAY) 'Planting bugs'

@@ -25,10 +25,11 @@ from typing import Any
 
 from pagedjax.bench.machine import describe_machine, git_commit, versions
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.events import Aborted, Arrived, Event, StepDone, StepDue
 from pagedjax.core.plan import RowResult
 from pagedjax.core.request import Request
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import Aborted, Arrived, Event, Sequence, State, StepDone, StepDue
+from pagedjax.core.state import Sequence, State
 from pagedjax.engine.build import spare_collections
 
 BLOCK_SIZE = 16

@@ -23,7 +23,9 @@ from typing import Any
 from pagedjax import LLM, SamplingParams
 from pagedjax.bench.machine import git_commit, versions
 from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.state import Effect, Event, State, StepDone
+from pagedjax.core.effects import Effect
+from pagedjax.core.events import Event, StepDone
+from pagedjax.core.state import State
 from pagedjax.simulator import H200_LIKE, SimRequest, simulate
 from pagedjax.simulator.workload import Traffic, mix
 

@@ -1,7 +1,7 @@
 """Routes for whoever runs the server: drain, look at the requests, end one, read the keys again, set the log level."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -12,9 +12,7 @@ from pagedjax.core.errors import ConfigError, RequestError
 from serving import errors, fields
 from serving.errors import json_response
 from serving.guard import admin_only
-
-if TYPE_CHECKING:
-    from serving.app import Service
+from serving.service import service_of
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ MAX_ADMIN_BODY_BYTES = 4096
 @admin_only
 async def drain(request: Request) -> Response:
     """Take no new requests from now on; those here go on. There is no way back but a new start."""
-    service = _service(request)
+    service = service_of(request)
     service.drain()
     log.info("event=drain_asked active=%d", len(service.active))
     return json_response({"status": "draining", "active": len(service.active)})
@@ -35,7 +33,7 @@ async def drain(request: Request) -> Response:
 @admin_only
 async def queue(request: Request) -> Response:
     """The requests that are being answered, oldest first, and sequences by tenant."""
-    service = _service(request)
+    service = service_of(request)
     service.check_loaded()
     state = service.engine.state()
     running: dict[str, int] = {}
@@ -50,7 +48,7 @@ async def queue(request: Request) -> Response:
 async def abort(request: Request) -> Response:
     """End one request with an error."""
     request_id = request.path_params["request_id"]
-    if not _service(request).active.cancel(request_id):
+    if not service_of(request).active.cancel(request_id):
         raise RequestError(f"no request {errors.clean(request_id[:100])} is being answered", code="not_found")
     log.info("event=request_aborted id=%s", errors.clean(request_id[:100]))
     return json_response({"id": request_id, "status": "cancelled"})
@@ -59,7 +57,7 @@ async def abort(request: Request) -> Response:
 @admin_only
 async def reload_keys(request: Request) -> Response:
     """Read the keys again. Where they cannot be read the old ones stay."""
-    service = _service(request)
+    service = service_of(request)
     try:
         num_keys = service.reload_keys()
     except ConfigError as error:
@@ -99,8 +97,3 @@ async def _small_body(request: Request) -> dict[str, Any]:
         return fields.record(orjson.loads(body), "the request body")
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
-
-
-def _service(request: Request) -> "Service":
-    service: Service = request.app.state.service
-    return service

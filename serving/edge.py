@@ -22,8 +22,8 @@ _POLLED = ("/health", "/ready", "/metrics", "/debug/state")
 
 
 class Edge:
-    """ASGI middleware. Puts `request_id`, `notes` and `headers` into scope["state"]: notes become fields of the access
-    log, headers those of the answer.
+    """ASGI middleware. Puts `request_id`, `arrival_s` (monotonic), `notes` and `headers` into scope["state"]: notes
+    become fields of the access log, headers those of the answer.
 
     `route_of` gives an endpoint's path template, which is what metrics and logs call it.
     """
@@ -38,7 +38,8 @@ class Edge:
         request_id, began = secrets.token_hex(12), time.perf_counter()
         notes: dict[str, Any] = {}
         headers: dict[str, str] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers)
+        arrival_s = time.monotonic()
+        scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers, arrival_s=arrival_s)
         status = 0
 
         async def send_with_id(message: Message) -> None:

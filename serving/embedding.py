@@ -28,6 +28,7 @@ FIELDS: dict[str, Check] = {
     "priority": schemas.read_priority,
     "preemptible": fields.boolean,
     "cache_salt": schemas.read_cache_salt,
+    "timeout": schemas.read_timeout,
     "user": string,
     "dimensions": fields.refused,
 }
@@ -43,6 +44,7 @@ class EmbeddingCall:
     priority: int = 0
     preemptible: bool = True
     cache_salt: str = ""
+    timeout_s: float | None = None
     params: SamplingParams = SamplingParams(max_tokens=1, temperature=0.0)
     stream: bool = False
     include_usage: bool = False
@@ -59,6 +61,7 @@ def parse_embedding(body: Any, model: ModelFacts) -> EmbeddingCall:
         priority=given.get("priority", 0),
         preemptible=given.get("preemptible", True),
         cache_salt=given.get("cache_salt", ""),
+        timeout_s=given.get("timeout"),
     )
 
 

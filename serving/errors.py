@@ -25,6 +25,8 @@ STATUS_OF_CODE = {
     "draining": 503,
     "shutting_down": 503,
     "not_ready": 503,
+    "deadline_exceeded": 504,
+    "queue_timeout": 504,
 }
 CODES_OF_SIZE = frozenset({"context_length_exceeded", "prompt_exceeds_kv_cache", "prompt_exceeds_queue", "queue_full"})
 RETRY_AFTER_S = {429: "1", 503: "10"}
@@ -34,6 +36,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+    504: "server_error",
 }
 
 
@@ -47,6 +50,11 @@ def shutting_down() -> RequestError:
 
 def cancelled() -> RequestError:
     return RequestError("the request was cancelled", code="cancelled")
+
+
+def deadline_exceeded(timeout_s: float) -> RequestError:
+    message = f"the request was not answered within its {timeout_s:g} s (timeout, --request-timeout-s)"
+    return RequestError(message, code="deadline_exceeded")
 
 
 def status_of(error: Exception) -> int:

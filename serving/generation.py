@@ -1,8 +1,9 @@
 """One generating request from its streams to the client: collect or stream, and end early when it must.
 
-A request ends early when its client goes (its sequences are aborted), when the server gives up waiting at shutdown
-(the client gets an error), or when the engine fails. Response headers wait for the first delta, so that whatever
-goes wrong before it has its own status; after it an error is one more event, and the stream closes without [DONE].
+A request ends early when its client goes (its sequences are aborted), when its time is up or the server gives up
+waiting at shutdown (the client gets an error), or when the engine fails. Response headers wait for the first delta, so
+that whatever goes wrong before it has its own status; after it an error is one more event, and the stream closes
+without [DONE].
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from serving.openai import Choice, Rendering
 from serving.schemas import ChatCall, CompletionCall
 
 if TYPE_CHECKING:
-    from serving.app import Service
+    from serving.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ CANDIDATE_BYTES = 64
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """A request that is being answered. `charge` is told at the end how many tokens were generated."""
+    """A request that is being answered, within `timeout_s` of `began_s` if there is a limit. `charge` is told at the
+    end how many tokens were generated."""
 
     id: str
     tenant: str
@@ -45,13 +47,14 @@ class Active:
     charge: Callable[[int], None] = lambda num_tokens: None
     num_output_tokens: int = 0
     began_s: float = field(default_factory=time.monotonic)
+    timeout_s: float | None = None
 
 
 class ActiveRequests:
     """The generating requests that have not been answered yet."""
 
     def __init__(self) -> None:
-        self._active: dict[str, tuple[Active, Callable[[RequestError], None]]] = {}
+        self._active: dict[str, tuple[Active, Callable[[Exception], None]]] = {}
         self._num_sequences: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -60,10 +63,10 @@ class ActiveRequests:
     def num_sequences(self, tenant: str) -> int:
         return self._num_sequences[tenant]
 
-    def interrupt_all(self) -> None:
-        """Ends every one of them with an error."""
+    def interrupt_all(self, error: Exception) -> None:
+        """Ends every one of them with this error."""
         for _, interrupt in tuple(self._active.values()):
-            interrupt(errors.shutting_down())
+            interrupt(error)
 
     def cancel(self, request_id: str, tenant: str | None = None) -> bool:
         """End one with an error, if there is such a one, of this tenant if one is named."""
@@ -89,14 +92,19 @@ class ActiveRequests:
         ]
 
     async def run(self, active: Active, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-        """`work`, until the client goes (ClientGone) or somebody ends it (RequestError)."""
-        interrupted: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
+        """`work`, until the client goes (ClientGone), its time is up or somebody ends it (with an error)."""
+        loop = asyncio.get_running_loop()
+        interrupted: asyncio.Future[Exception] = loop.create_future()
 
-        def interrupt(error: RequestError) -> None:
+        def interrupt(error: Exception) -> None:
             if not interrupted.done():
                 interrupted.set_result(error)
 
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_until_disconnect(receive))
+        timer = None
+        if active.timeout_s is not None:
+            left_s = active.began_s + active.timeout_s - time.monotonic()
+            timer = loop.call_later(max(left_s, 0), interrupt, errors.deadline_exceeded(active.timeout_s))
         self._active[active.id] = active, interrupt
         self._num_sequences[active.tenant] += active.num_sequences
         try:
@@ -109,6 +117,8 @@ class ActiveRequests:
             self._num_sequences[active.tenant] -= active.num_sequences
             if not self._num_sequences[active.tenant]:
                 del self._num_sequences[active.tenant]
+            if timer is not None:
+                timer.cancel()
             working.cancel()
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
@@ -135,14 +145,17 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         notes = scope["state"]["notes"]
         work = self._stream(send) if self._call.stream else self._whole(scope, receive, send)
+        outcome = "abort"
         try:
             await self._service.active.run(self._active, work, receive)
         except Exception as error:
+            if isinstance(error, RequestError) and error.code == "deadline_exceeded":
+                outcome = "timeout"
             if not self._started:
                 raise
             await self._end_with(error, scope, send)
         finally:
-            self._abort_unfinished()
+            self._abort_unfinished(outcome)
             self._active.charge(self._num_completion_tokens)
             notes["stream"] = self._call.stream
             notes["prompt_tokens"] = sum(len(stream.prompt_token_ids) for stream in self._streams)
@@ -215,11 +228,11 @@ class Generation:
     def _usage(self) -> dict[str, Any]:
         return openai.usage(self._streams, self._num_completion_tokens)
 
-    def _abort_unfinished(self) -> None:
+    def _abort_unfinished(self, outcome: str) -> None:
         unfinished = {id(choice.stream) for choice in self._choices if choice.finish_reason is None}
         for stream in self._streams:
             if id(stream) in unfinished:
-                stream.abort()
+                stream.abort(outcome)
 
 
 @dataclass(frozen=True, slots=True)

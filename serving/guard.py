@@ -22,7 +22,7 @@ from serving.keys import ApiKey
 from serving.protocol import MAX_HEADER_BYTES, header_bytes
 
 if TYPE_CHECKING:
-    from serving.app import Service
+    from serving.service import Service
 
 UNGUARDED = frozenset({"/health"})
 CHALLENGE = 'Bearer realm="pagedjax", Basic realm="pagedjax (the key is the password)"'

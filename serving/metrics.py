@@ -1,5 +1,7 @@
 """The HTTP side's series, beside the engine's own on /metrics. Label values come from fixed sets."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -28,6 +30,15 @@ class HttpMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+    def watch(self, health: Callable[[], str], step_age_s: Callable[[], float]) -> None:
+        """Show what these say whenever somebody asks."""
+        up = Gauge("pagedjax_engine_up", "1 while the step loop is there and moves, else 0.", registry=self.registry)
+        up.set_function(lambda: health() == "ok")
+        age = Gauge(
+            "pagedjax_engine_step_age_seconds", "Since the last step, while there is work.", registry=self.registry
+        )
+        age.set_function(step_age_s)
 
     def begin(self) -> None:
         self._in_flight.inc()

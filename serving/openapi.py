@@ -68,6 +68,7 @@ _BY_NAME: dict[str, dict[str, Any]] = {
     "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
     "metadata": {"type": "object", "additionalProperties": _STRING, "maxProperties": 16},
     "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN}},
+    "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": schemas.MAX_TIMEOUT_S},
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": schemas.MAX_SALT_CHARS},
     "tools": {"type": "array", "items": _TOOL},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},

@@ -15,7 +15,8 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_fi
 class ApiOptions:
     """`template_kwargs` are the names that `chat_template_kwargs` may hold. `allowed_hosts` are those that Host may
     hold beside addresses and localhost (none: see serving/origins.py); `local_name` is what --host said, where only
-    this machine reaches it. Raises ConfigError.
+    this machine reaches it. A request must be answered within `request_timeout_s`, and while there is work a step must
+    end within `step_timeout_s`; 0 is no limit. Raises ConfigError.
     """
 
     lenient: bool = False
@@ -23,8 +24,14 @@ class ApiOptions:
     template_kwargs: frozenset[str] = frozenset({"enable_thinking"})
     allowed_hosts: frozenset[str] = frozenset()
     local_name: str | None = None
+    request_timeout_s: float = 3600.0
+    step_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
+        for name in ("request_timeout_s", "step_timeout_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{name} must be 0 (no limit) or more, not {getattr(self, name)}; set {flag}")
         if self.tool_call_parser not in get_args(ToolCallParser):
             known = ", ".join(get_args(ToolCallParser))
             raise ConfigError(f"tool_call_parser must be one of {known}; set --tool-call-parser")

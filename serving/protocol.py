@@ -1,14 +1,16 @@
-"""uvicorn's HTTP protocol with a bound on what a request may send before it says anything.
+"""uvicorn's HTTP protocol with bounds on what a request may send, and how long it may take, before it says anything.
 
 httptools collects a header until it ends, however long it is (h11 has a bound of its own), and so it does with chunk
-extensions and trailers.
+extensions and trailers; and nobody waits for ever for a client that sends a byte a minute, or none.
 """
 
 import asyncio
 from typing import Any
 
 MAX_HEADER_BYTES = 64 * 2**10
+HEADER_TIMEOUT_S = 30.0
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def bounded_protocol() -> type[asyncio.Protocol]:
@@ -22,9 +24,23 @@ def bounded_protocol() -> type[asyncio.Protocol]:
 
     class BoundedProtocol(HttpToolsProtocol):
         """Closes a connection on which MAX_HEADER_BYTES came without the headers' end, or a byte of a body, among
-        them. What arrives at once is parsed first, so headers somewhat larger may get through to the app."""
+        them, and one on which a request's headers take longer than HEADER_TIMEOUT_S. What arrives at once is parsed
+        first, so headers somewhat larger may get through to the app. Between requests uvicorn's own limit holds."""
 
         _num_idle_bytes = 0
+        _header_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait_for_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._wait_for_headers()
 
         def data_received(self, data: bytes) -> None:
             self._num_idle_bytes += len(data)
@@ -35,6 +51,7 @@ def bounded_protocol() -> type[asyncio.Protocol]:
                 self.transport.close()
 
         def on_headers_complete(self) -> None:
+            self._stop_waiting()
             self._num_idle_bytes = 0
             super().on_headers_complete()
 
@@ -45,6 +62,22 @@ def bounded_protocol() -> type[asyncio.Protocol]:
         def on_message_complete(self) -> None:
             self._num_idle_bytes = 0
             super().on_message_complete()
+
+        def _wait_for_headers(self) -> None:
+            if self._header_timer is None:
+                self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._end_slow)
+
+        def _stop_waiting(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+        def _end_slow(self) -> None:
+            self._header_timer = None
+            if not self.transport.is_closing():
+                if self.cycle is None or self.cycle.response_complete:
+                    self.transport.write(_TOO_SLOW)
+                self.transport.close()
 
     return BoundedProtocol
 

@@ -9,69 +9,33 @@ import orjson
 from pagedjax.core.errors import RequestError
 from pagedjax.core.tenants import DEFAULT_TENANT
 from serving import tools
-from serving.embedding import EmbeddingCall, parse_embedding
+from serving.embedding import EmbeddingCall
 from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
 from serving.options import ApiOptions
-from serving.responses import ResponseCall, parse_response
-from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
+from serving.responses import ResponseCall
+from serving.schemas import ChatCall, CompletionCall
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission
 
+AnyCall = CompletionCall | ChatCall | EmbeddingCall | ResponseCall
 Call = TypeVar("Call", CompletionCall, ChatCall, EmbeddingCall, ResponseCall)
-Read = Callable[[Engine, bytes, str, str, ApiOptions], tuple[Call, list["Submission"]]]
 
 
-def read_completion(
+def read(
     engine: Engine,
     body: bytes,
+    parse: Callable[[Any, ModelFacts], Call],
     response_id: str,
     tenant: str = DEFAULT_TENANT,
     options: ApiOptions = ApiOptions(),  # noqa: B008
-) -> tuple[CompletionCall, list["Submission"]]:
-    """The call and one submission a prompt. Raises RequestError naming the field."""
-    call = parse_completion(from_json(body), facts(engine, options))
-    return call, _prepare(engine, [_encode(engine, prompt) for prompt in call.prompts], call, response_id, tenant)
-
-
-def read_chat(
-    engine: Engine,
-    body: bytes,
-    response_id: str,
-    tenant: str = DEFAULT_TENANT,
-    options: ApiOptions = ApiOptions(),  # noqa: B008
-) -> tuple[ChatCall, list["Submission"]]:
-    """The call and its one submission. Raises RequestError naming the field."""
-    call = parse_chat(from_json(body), facts(engine, options))
-    if call.tools and tools.tags_are_hidden(engine.tokenizer):
+) -> tuple[Call, list["Submission"]]:
+    """The call that `parse` finds in a body, and one submission a prompt. Raises RequestError naming the field."""
+    call = parse(from_json(body), facts(engine, options))
+    if isinstance(call, ChatCall) and call.tools and tools.tags_are_hidden(engine.tokenizer):
         call = replace(call, params=replace(call.params, skip_special_tokens=False))
-    return call, _prepare(engine, [encode_chat(engine, call)], call, response_id, tenant)
-
-
-def read_embedding(
-    engine: Engine,
-    body: bytes,
-    response_id: str,
-    tenant: str = DEFAULT_TENANT,
-    options: ApiOptions = ApiOptions(),  # noqa: B008
-) -> tuple[EmbeddingCall, list["Submission"]]:
-    """The call and one submission a text. Raises RequestError naming the field."""
-    call = parse_embedding(from_json(body), facts(engine, options))
-    prompts = [_encode(engine, prompt, "input") for prompt in call.prompts]
-    return call, _prepare(engine, prompts, call, response_id, tenant)
-
-
-def read_response(
-    engine: Engine,
-    body: bytes,
-    response_id: str,
-    tenant: str = DEFAULT_TENANT,
-    options: ApiOptions = ApiOptions(),  # noqa: B008
-) -> tuple[ResponseCall, list["Submission"]]:
-    """The call and its one submission. Raises RequestError naming the field."""
-    call = parse_response(from_json(body), facts(engine, options))
-    return call, _prepare(engine, [encode_chat(engine, call.chat)], call.chat, response_id, tenant)
+    return call, _prepare(engine, _token_ids(engine, call), _generating(call), response_id, tenant)
 
 
 def encode_chat(engine: Engine, call: ChatCall) -> list[int]:
@@ -108,6 +72,24 @@ def from_json(body: bytes) -> Any:
 
 def facts(engine: Engine, options: ApiOptions) -> ModelFacts:
     return ModelFacts(engine.model_name, engine.tokenizer.vocab_size, engine.max_model_len, options)
+
+
+def _token_ids(engine: Engine, call: AnyCall) -> list[list[int]]:
+    """The prompts of a call."""
+    match call:
+        case CompletionCall():
+            return [_encode(engine, prompt) for prompt in call.prompts]
+        case EmbeddingCall():
+            return [_encode(engine, prompt, "input") for prompt in call.prompts]
+        case ChatCall():
+            return [encode_chat(engine, call)]
+        case ResponseCall():
+            return [encode_chat(engine, call.chat)]
+
+
+def _generating(call: AnyCall) -> CompletionCall | ChatCall | EmbeddingCall:
+    """What the engine is to do for a call."""
+    return call.chat if isinstance(call, ResponseCall) else call
 
 
 def _encode(engine: Engine, prompt: Prompt, name: str = "prompt") -> list[int]:

@@ -52,6 +52,7 @@ def parse_response(body: Any, model: ModelFacts) -> ResponseCall:
         include_usage=stream,
         priority=given.get("priority", 0),
         cache_salt=given.get("cache_salt", ""),
+        timeout_s=given.get("timeout"),
     )
     return ResponseCall(chat, body)
 
@@ -275,6 +276,7 @@ FIELDS: dict[str, Check] = {
     "text": _text,
     "priority": schemas.read_priority,
     "cache_salt": schemas.read_cache_salt,
+    "timeout": schemas.read_timeout,
     "user": string,
     "metadata": schemas.read_metadata,
     "safety_identifier": string,

@@ -20,6 +20,7 @@ from serving.tools import ToolChoice, read_choice, read_tools
 
 MAX_CHOICES = 1024
 MAX_SALT_CHARS = 256
+MAX_TIMEOUT_S = 86_400
 MAX_KWARG_CHARS = 256
 
 
@@ -39,6 +40,7 @@ class CompletionCall:
     priority: int = 0
     preemptible: bool = True
     cache_salt: str = ""
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class ChatCall:
     priority: int = 0
     preemptible: bool = True
     cache_salt: str = ""
+    timeout_s: float | None = None
 
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
@@ -138,6 +141,13 @@ def read_cache_salt(value: Any, name: str) -> str:
     return str(value)
 
 
+def read_timeout(value: Any, name: str) -> float:
+    """Seconds that a request has for its answer."""
+    if not 0 < number(value, name) <= MAX_TIMEOUT_S:
+        raise RequestError(f"{name} must be seconds above 0, at most {MAX_TIMEOUT_S}, not {value}", param=name)
+    return float(value)
+
+
 def _at_least_one(value: Any, name: str) -> int:
     if integer(value, name) < 1:
         raise RequestError(f"{name} must be an integer at least 1, not {value}", param=name)
@@ -180,6 +190,7 @@ _DELIVERY: dict[str, Check] = {
     "preemptible": boolean,
     "use_beam_search": boolean,
     "cache_salt": read_cache_salt,
+    "timeout": read_timeout,
     "user": string,
     **shapes.FIELDS,
 }
@@ -267,6 +278,7 @@ def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
         "priority": given.get("priority", 0),
         "preemptible": given.get("preemptible", True),
         "cache_salt": given.get("cache_salt", ""),
+        "timeout_s": given.get("timeout"),
     }
 
 

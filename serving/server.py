@@ -5,6 +5,7 @@ finish and then end with an error. The second ends them at once; the third leave
 While the model loads /health answers already, /ready and the API say 503, and a signal ends the process at once.
 """
 
+import faulthandler
 import logging
 import socket
 import time
@@ -15,20 +16,24 @@ from types import FrameType
 import uvicorn
 
 from pagedjax.core.errors import ConfigError
-from serving.app import MAX_BODY_BYTES, Service, create_app
+from serving import errors
+from serving.app import MAX_BODY_BYTES, create_app
 from serving.interfaces import Engine
 from serving.keys import KeySource
 from serving.options import ApiOptions
 from serving.origins import is_loopback
 from serving.protocol import MAX_HEADER_BYTES, bounded_protocol
+from serving.service import Service
 
 log = logging.getLogger(__name__)
 
 # What the last chunks may take to reach their clients, once nothing is generated any more.
 FLUSH_TIMEOUT_S = 5
 TICKS_PER_S = 10
-# An engine that is not alive for this long will not come back; whoever supervises the process restarts it.
-DEAD_AFTER_S = 10
+# An engine whose step has not ended by its time limit has so long to come back: a machine may have slept.
+STUCK_GRACE_S = 10.0
+# A step loop that ended does not come back; whoever watches may still see it.
+FAILED_GRACE_S = 1.0
 
 
 def serve(
@@ -161,7 +166,7 @@ class DrainingServer(uvicorn.Server):
         active = self._service.active
         if len(active) and (self._num_signals > 1 or time.monotonic() > deadline_s):
             log.warning("event=drain_ended_early interrupted=%d", len(active))
-            active.interrupt_all()
+            active.interrupt_all(errors.shutting_down())
         self.should_exit = self.should_exit or not len(active) or self._num_signals > 2
 
     def _watch_start(self) -> None:
@@ -178,8 +183,21 @@ class DrainingServer(uvicorn.Server):
             self._on_ready(self.url)
 
     def _watch_engine(self) -> None:
-        self._num_dead_ticks = 0 if self._service.engine.is_alive() else self._num_dead_ticks + 1
-        if self._num_dead_ticks == int(DEAD_AFTER_S * TICKS_PER_S):
-            log.critical("event=engine_dead dead_s=%g", DEAD_AFTER_S)
-            self._service.active.interrupt_all()
+        health = self._service.health()
+        if health == "ok":
+            if self._num_dead_ticks:
+                log.warning("event=engine_back dead_s=%.1f", self._num_dead_ticks / TICKS_PER_S)
+            self._num_dead_ticks = 0
+            return
+        if self._num_dead_ticks == 0:
+            age_s = self._service.engine.step_age_s()
+            log.critical("event=engine_%s step_age_s=%.1f active=%d", health, age_s, len(self._service.active))
+            if health == "stuck":
+                # Where every thread stands, on standard error.
+                faulthandler.dump_traceback()
+        self._num_dead_ticks += 1
+        grace_s = STUCK_GRACE_S if health == "stuck" else FAILED_GRACE_S
+        if self._num_dead_ticks > grace_s * TICKS_PER_S and not self.should_exit:
+            log.critical("event=engine_given_up health=%s interrupted=%d", health, len(self._service.active))
+            self._service.active.interrupt_all(RuntimeError(f"the engine has {health}"))
             self._exit_status, self.should_exit = 1, True

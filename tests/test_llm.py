@@ -9,8 +9,8 @@ import pytest
 
 from pagedjax import llm as module
 from pagedjax.core.errors import ConfigError, RequestError
+from pagedjax.core.events import Arrived
 from pagedjax.core.request import SamplingParams
-from pagedjax.core.state import Arrived
 from tests.engine.fakes import make_engine
 
 

@@ -31,6 +31,12 @@ class ServeOptions:
     port: int = option(8000, "http", "port to listen on; 0 takes a free one")
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
+    request_timeout_s: float = option(
+        3600.0, "http", "seconds that a request has for its whole answer before it is ended (504); 0 is no limit"
+    )
+    step_timeout_s: float = option(
+        120.0, "http", "seconds after which a step counts as stuck: /health says so, and the process ends; 0 never"
+    )
     api_keys: str | None = option(
         None, "http", "TOML file of API keys; with keys every route but /health needs one", "none"
     )
@@ -209,6 +215,8 @@ def _serve(args: argparse.Namespace) -> int:
         tool_call_parser=options.tool_call_parser,
         template_kwargs=parse_names(options.chat_template_kwargs),
         allowed_hosts=parse_names(options.allowed_hosts or ""),
+        request_timeout_s=options.request_timeout_s,
+        step_timeout_s=options.step_timeout_s,
     )
     return server.serve(
         lambda: _engine(config),

@@ -13,9 +13,11 @@ from typing import Any
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.draw import state_html
+from pagedjax.core.effects import Effect, Preempt, Reject, RunStep
 from pagedjax.core.errors import ConfigError
+from pagedjax.core.events import Arrived, Event, StepDone
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import Arrived, Effect, Event, Preempt, Reject, RunStep, State, StepDone
+from pagedjax.core.state import State
 from pagedjax.engine.record import Session, digest, read
 from pagedjax.simulator import PRESETS, SimReport, SimRequest, simulate
 

@@ -9,6 +9,7 @@ from pagedjax.core.blocks import BlockPool, share, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.forking import awaits_parent, parent_of, start_of_fork
 from pagedjax.core.parking import unpark
+from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.policy import (
     come_to_run,
     is_reserved,
@@ -18,7 +19,7 @@ from pagedjax.core.policy import (
     order_of,
 )
 from pagedjax.core.resuming import Start, start_fetch, start_of
-from pagedjax.core.state import Cause, Phase, Sequence, State, next_phase
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tiers import Tiers
 
 # Waiting sequences whose prefix is on its way (it is being computed in this very step, say) are passed over; not more

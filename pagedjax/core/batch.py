@@ -3,9 +3,10 @@
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
+from pagedjax.core.effects import Effect
 from pagedjax.core.plan import Row
 from pagedjax.core.policy import Order
-from pagedjax.core.state import Effect, Sequence, State
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import PROMPT_COST, SAMPLE_COST
 
 

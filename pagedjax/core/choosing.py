@@ -14,14 +14,16 @@ from dataclasses import replace
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.forking import child_of
 from pagedjax.core.leaving import drain, end
 from pagedjax.core.parking import park_without_device, phase_of
+from pagedjax.core.phases import Cause, next_phase
 from pagedjax.core.plan import Fork, RowResult
 from pagedjax.core.policy import order_of
 from pagedjax.core.request import FinishReason
-from pagedjax.core.state import Cause, Effect, Sequence, State, next_phase
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import leave
 from pagedjax.core.yielding import yields
 

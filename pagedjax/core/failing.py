@@ -8,13 +8,16 @@ fail, the *suspects*, are then tried alone, one after the other; one that fails 
 from dataclasses import replace
 
 from pagedjax.core.blocks import make_pool
+from pagedjax.core.effects import Effect
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import StepFailed
 from pagedjax.core.leaving import drain
 from pagedjax.core.parking import park_without_device
+from pagedjax.core.phases import Cause, next_phase
 from pagedjax.core.plan import RowResult, StepPlan
 from pagedjax.core.policy import STAYS
 from pagedjax.core.request import FinishReason
-from pagedjax.core.state import Cause, Effect, Sequence, State, StepFailed, next_phase
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.yielding import yields
 
 

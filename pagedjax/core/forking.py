@@ -9,11 +9,13 @@ from dataclasses import replace
 
 from pagedjax.core.blocks import BlockPool, give, share
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.leaving import drain
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Fork, Row, RowResult, StepPlan
 from pagedjax.core.resuming import Start
-from pagedjax.core.state import Effect, Phase, Sequence, State
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.yielding import yields
 
 

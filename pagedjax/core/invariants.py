@@ -5,8 +5,9 @@ from collections import Counter
 from pagedjax.core.blocks import BlockPool
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.parking import phase_of
+from pagedjax.core.phases import Phase
 from pagedjax.core.policy import STAYS, num_blocks_reserved
-from pagedjax.core.state import Phase, State
+from pagedjax.core.state import State
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from pagedjax.core.waiting import find, in_rank_order
 

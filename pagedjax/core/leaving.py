@@ -4,11 +4,13 @@ from dataclasses import replace
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import give
+from pagedjax.core.effects import Effect, Finish, Preempt
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.parking import let_go, park, phase_of
+from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.policy import STAYS
 from pagedjax.core.request import FinishReason
-from pagedjax.core.state import Cause, Effect, Finish, Phase, Preempt, Sequence, State, next_phase
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import ended, enter
 from pagedjax.core.tiers import Tiers
 

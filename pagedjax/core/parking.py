@@ -9,8 +9,10 @@ fewer bytes, but in many small transfers, each in the way of the step that needs
 
 from pagedjax.core.blocks import BlockPool, forget, give, register
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Discard, Effect, SwapOut
+from pagedjax.core.phases import Phase
 from pagedjax.core.prefix import max_prefix_blocks
-from pagedjax.core.state import Discard, Effect, Phase, Sequence, SwapOut
+from pagedjax.core.state import Sequence
 from pagedjax.core.tiers import (
     LOWER_TIERS,
     Moves,

@@ -14,9 +14,11 @@ from pagedjax.core.batch import Batch, plan_row
 from pagedjax.core.blocks import BlockPool, take
 from pagedjax.core.choosing import give_way, is_stuck
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.effects import CopyBlocks, Effect, RunStep
 from pagedjax.core.forking import with_own_tail, writes_shared_tail
 from pagedjax.core.leaving import drain
 from pagedjax.core.parking import park
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Scatter, StepPlan
 from pagedjax.core.policy import (
     excess_blocks,
@@ -27,7 +29,7 @@ from pagedjax.core.policy import (
     victim_index,
 )
 from pagedjax.core.resuming import land
-from pagedjax.core.state import CopyBlocks, Effect, Phase, RunStep, Sequence, State
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import charge, leave
 from pagedjax.core.tiers import Tiers
 from pagedjax.core.yielding import make_way, yields

@@ -8,8 +8,9 @@ from itertools import chain
 
 from pagedjax.core.blocks import BlockPool
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.phases import Phase
 from pagedjax.core.request import MIN_PRIORITY
-from pagedjax.core.state import Phase, Sequence, State
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import Tenants, account, counter, expected_output, is_owed, weight_in_use
 
 # (not protected, not aged, priority): who is of a better grade, the smaller one, may preempt.

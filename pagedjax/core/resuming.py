@@ -11,10 +11,12 @@ from typing import NamedTuple
 from immutables import Map
 
 from pagedjax.core.blocks import BlockPool, forget, share, take
+from pagedjax.core.effects import Effect, Fetch
 from pagedjax.core.parking import private, unpark
+from pagedjax.core.phases import Cause, next_phase
 from pagedjax.core.plan import Row, Scatter, Tier
 from pagedjax.core.prefix import longest_prefix, max_prefix_blocks
-from pagedjax.core.state import Cause, Effect, Fetch, Sequence, State, next_phase
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tiers import LOWER_TIERS, Copy, Parked, Tiers, Transfer, start_transfer
 
 

@@ -7,9 +7,12 @@ there it computes its tokens again.
 from dataclasses import replace
 
 from pagedjax.core.blocks import forget
+from pagedjax.core.effects import Discard, Effect
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import TransferDone
 from pagedjax.core.leaving import drain, settle
-from pagedjax.core.state import Cause, Discard, Effect, State, TransferDone, next_phase
+from pagedjax.core.phases import Cause, next_phase
+from pagedjax.core.state import State
 from pagedjax.core.tiers import Copy, Parked, Tiers, Transfer, end_transfer, give_copies, pool_of, with_pool
 
 

@@ -9,7 +9,9 @@ if all who may would not make enough room, none does.
 from dataclasses import replace
 
 from pagedjax.core import waiting as lines
+from pagedjax.core.effects import Effect
 from pagedjax.core.leaving import drain
+from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.policy import (
     STAYS,
     Grade,
@@ -23,7 +25,7 @@ from pagedjax.core.policy import (
 )
 from pagedjax.core.prefix import longest_prefix, max_prefix_blocks
 from pagedjax.core.request import MIN_PRIORITY
-from pagedjax.core.state import Cause, Effect, Phase, Sequence, State, next_phase
+from pagedjax.core.state import Sequence, State
 
 _REASONS = ("fairness", "ageing", "priority")
 

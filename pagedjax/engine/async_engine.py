@@ -30,7 +30,6 @@ from pagedjax.weights.store import ProgressBar
 
 logger = logging.getLogger(__name__)
 
-STUCK_AFTER_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
 
@@ -41,7 +40,7 @@ class Stream:
     first delta is out. Belongs to one event loop.
     """
 
-    def __init__(self, request: Submission, abort: Callable[["Stream"], None]) -> None:
+    def __init__(self, request: Submission, abort: Callable[["Stream", str], None]) -> None:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_cached_tokens = 0
@@ -67,12 +66,14 @@ class Stream:
             await self._waiter
         return self._deltas.popleft()
 
-    def abort(self) -> None:
-        """Stop generating; harmless when it has ended. Iteration ends without an error."""
+    def abort(self, outcome: str = "abort") -> None:
+        """Stop generating; harmless when it has ended. Iteration ends without an error.
+
+        `outcome` is what the metrics call it: abort or timeout."""
         if self._num_unfinished and self._error is None:
             self._num_unfinished = 0
             self._wake()
-            self._abort(self)
+            self._abort(self, outcome)
 
     def feed(self, update: Update) -> bool:
         """Take in what a step brought (once ended, nothing); says whether the stream has ended by it.
@@ -135,7 +136,7 @@ class AsyncEngine:
         self.drain()
         for stream in list(self._streams.values()):
             stream.feed(Update(stream.request_id, None, error=EngineError("the server is shutting down")))
-            self._drop(stream)
+            self._drop(stream, "abort")
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
@@ -203,11 +204,13 @@ class AsyncEngine:
         return len(waiting) >= limits.max_queued_requests or waiting.num_tokens >= limits.max_queued_tokens
 
     def is_alive(self) -> bool:
-        """Whether the step loop lives, and steps advance while there is work."""
-        if self._failure is not None or (self._thread is not None and not self._thread.is_alive()):
-            return False
-        stuck = self._engine is not None and self._streams and self._seconds_since_progress() > STUCK_AFTER_S
-        return not stuck
+        """Whether the step loop lives, or has not begun. Whether it moves tells `step_age_s`."""
+        return self._failure is None and (self._thread is None or self._thread.is_alive())
+
+    def step_age_s(self) -> float:
+        """Seconds since the last step while there is work; 0 without any, and while the model loads."""
+        has_work = self._engine is not None and self._failure is None and bool(self._streams)
+        return time.monotonic() - self._last_progress_s if has_work else 0.0
 
     @property
     def model_name(self) -> str:
@@ -243,17 +246,14 @@ class AsyncEngine:
             raise RequestError("the model is still loading", code="not_ready")
         return self._engine
 
-    def _seconds_since_progress(self) -> float:
-        return time.monotonic() - self._last_progress_s
-
     def _queue(self, request: Submission) -> Stream:
         stream = self._streams[request.request_id] = Stream(request, self._drop)
         self._commands.put(lambda engine: self._add(engine, request))
         return stream
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: Stream, outcome: str) -> None:
         """Its id stays in use until the engine knows, so that no other stream gets what is still on its way."""
-        self._commands.put(lambda engine: self._abort(engine, stream.request_id))
+        self._commands.put(lambda engine: self._abort(engine, stream.request_id, outcome))
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
@@ -309,8 +309,8 @@ class AsyncEngine:
         except RequestError as error:
             self._call(self._deliver, [Update(request.request_id, None, error=error)])
 
-    def _abort(self, engine: Engine, request_id: str) -> None:
-        engine.abort(request_id)
+    def _abort(self, engine: Engine, request_id: str, outcome: str) -> None:
+        engine.abort(request_id, outcome)
         self._call(self._forget, request_id)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:

@@ -76,6 +76,9 @@ class EngineConfig:
     async_scheduling: bool = _option(True, "scheduling", "plan a step while the one before it runs")
     max_queued_requests: int = _option(1024, "scheduling", "most requests that wait; more are refused (429)")
     max_queued_tokens: int = _option(2_000_000, "scheduling", "most prompt tokens that wait; more are refused (429)")
+    queue_timeout_s: float = _option(
+        0.0, "scheduling", "seconds that a request may wait for its first step before it is ended (504); 0 is no limit"
+    )
 
     preset: Preset = _option("mixed", "preemption", "the kind of traffic, which decides what is not set here")
     enable_preemption: bool | None = _preset("interrupt running requests for others")
@@ -121,6 +124,8 @@ class EngineConfig:
         self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
         if self.preemption_method == "swap" and not (self.swap_space or self.swap_space_disk):
             raise ConfigError("preemption_method swap has nowhere to swap to; set --swap-space or --swap-space-disk")
+        if not 0 <= self.queue_timeout_s < float("inf"):
+            raise ConfigError(f"queue_timeout_s must be 0 or more, not {self.queue_timeout_s}; set --queue-timeout-s")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in 0..2^63 - 1, not {self.seed}; set --seed")
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from pagedjax.core.effects import CopyBlocks, Discard, Effect, Fetch, SwapOut
+from pagedjax.core.events import StepFailed, TransferDone
 from pagedjax.core.plan import StepPlan
-from pagedjax.core.state import CopyBlocks, Discard, Effect, Fetch, StepFailed, SwapOut, TransferDone
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import EngineError
 from pagedjax.runtime.results import StepHandle, StepResult

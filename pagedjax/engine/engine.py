@@ -6,28 +6,20 @@ step n + 1 is planned and dispatched before the ids of step n are read.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from pagedjax.core.arriving import refusal, refused_param
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect, Finish, Preempt, Reject, RunStep
 from pagedjax.core.errors import RequestError
+from pagedjax.core.events import Aborted, Arrived, Event, StepDone, StepDue
 from pagedjax.core.plan import Row, StepPlan
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
-from pagedjax.core.scheduler import init, refusal, refused_param, update
-from pagedjax.core.state import (
-    Aborted,
-    Arrived,
-    Effect,
-    Event,
-    Finish,
-    Preempt,
-    Reject,
-    RunStep,
-    StepDone,
-    StepDue,
-)
+from pagedjax.core.scheduler import init, update
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine.beams import make_beams
 from pagedjax.engine.config import EngineConfig
@@ -69,6 +61,9 @@ class Engine:
         self.metrics = EngineMetrics(lambda: self.state)
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
         self._groups: dict[str, Group] = {}
+        self._unstarted: deque[Group] = (
+            deque()
+        )  # by arrival, where waiting has a limit; some have started or gone since
         self._live: dict[int, Live] = {}
         self._grammars = Grammars(tokenizer)
         self._num_structured = 0
@@ -144,6 +139,8 @@ class Engine:
         if request.params.num_samples > request.params.n:
             group.candidates = [CompletionOutput(i, logprobs=[]) for i in range(request.params.num_samples)]
         self._groups[request.request_id] = group
+        if self.config.queue_timeout_s:
+            self._unstarted.append(group)
         try:
             # Beams come of one sequence.
             for index in range(1 if request.params.beam_width else request.params.num_samples):
@@ -152,13 +149,15 @@ class Engine:
             self.abort(request.request_id)
             raise
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request; its sequences leave by the last step in flight that contains them. Ignores unknown ids."""
+    def abort(self, request_id: str, outcome: str = "abort") -> None:
+        """Drop a request; its sequences leave by the last step in flight that contains them. Ignores unknown ids.
+
+        `outcome` is what the metrics call it: abort or timeout."""
         group = self._groups.pop(request_id, None)
         for live in list(group.members.values()) if group else ():
             if not live.ended:
                 live.ended = True
-                self.metrics.requests.labels("abort").inc()
+                self.metrics.requests.labels(outcome).inc()
             self._send(Aborted(live.sequence_id, self._now_us()))
 
     def abort_all(self) -> None:
@@ -178,6 +177,7 @@ class Engine:
         if self._device.num_in_flight < len(self.state.in_flight):
             raise EngineError("a step was broken off, or steps keep failing: this engine cannot go on, make a new one")
         self._end_transfers()
+        self._expire()
         self._dispatch()
         if self._device.num_in_flight:
             self._collect()
@@ -187,6 +187,22 @@ class Engine:
         for failed in [u.request_id for u in updates if u.error is not None]:
             self.abort(failed)
         return updates
+
+    def _expire(self) -> None:
+        """End the requests that have waited too long for their first step. Whoever has started may be parked longer."""
+        if not self._unstarted:
+            return
+        limit_s = self.config.queue_timeout_s
+        latest_us = self._now_us() - int(limit_s * 1e6)
+        while self._unstarted and (self._unstarted[0].has_left_line or self._unstarted[0].arrival_us <= latest_us):
+            group = self._unstarted.popleft()
+            request_id = group.submission.request_id
+            if group.has_left_line or self._groups.get(request_id) is not group:
+                continue
+            self.abort(request_id, "timeout")
+            message = f"the request waited {limit_s:g} s for its first step (--queue-timeout-s); try again later"
+            error = RequestError(message, code="queue_timeout")
+            self._rows.updates.append(Update(request_id, None, error=error))
 
     def _dispatch(self) -> None:
         while len(self.state.in_flight) < self.state.config.max_steps_in_flight:

@@ -2,13 +2,15 @@
 
 A grammar says after every token which tokens may follow: a mask of one bit a token, which the sampler applies. Masks
 take some microseconds each and are computed while the step's forward pass runs. Compiling and masks are bounded by what
-they may compute, not by a clock, so a hostile grammar costs milliseconds, and its request.
+they may compute, so a hostile grammar costs milliseconds, and its request. Should that bound miss something, compiling
+has a time limit too.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -30,6 +32,11 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _MAX_MESSAGE_CHARS = 300
+COMPILE_TIMEOUT_S = 10.0
+# Threads that still compile what nobody waits for any more: they cannot be stopped, so there must not be many.
+MAX_LATE_COMPILES = 4
+
+T = TypeVar("T")
 
 
 class GrammarState:
@@ -66,6 +73,7 @@ class Grammars:
         self._vocabulary: Any = None
         self._cached: OrderedDict[tuple[str, str, str | None], GrammarState] = OrderedDict()
         self._num_cached_bytes = 0
+        self._num_late = 0
 
     @property
     def num_words(self) -> int:
@@ -83,13 +91,29 @@ class Grammars:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return GrammarState(self._cached[key]._matcher.deep_copy(), params)
-        limits = llguidance.LLParserLimits(**_LIMITS)
-        # The interpreter's lock is free meanwhile.
-        matcher = llguidance.LLMatcher(self._vocabulary, _source(params), log_level=0, limits=limits)
-        _check_sound(matcher, params)
+        matcher = self._in_time(params, lambda: _matcher(self._vocabulary, params))
         state = GrammarState(matcher, params)
         self._keep(key, state)
         return GrammarState(matcher.deep_copy(), params)
+
+    def _in_time(self, params: StructuredOutputsParams, work: Callable[[], T]) -> T:
+        """What `work` gives on a thread of its own. Raises RequestError when it takes too long; it then goes on in
+        vain, and where several do so already nothing new is begun."""
+        if self._num_late >= MAX_LATE_COMPILES:
+            raise params.refusal("earlier ones are still being compiled; try again later")
+        found: Future[T] = Future()
+        threading.Thread(target=_settle, args=(found, work), name="grammar", daemon=True).start()
+        try:
+            return found.result(COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            with self._lock:
+                self._num_late += 1
+            found.add_done_callback(self._late_one_ended)
+            raise params.refusal(f"compiling it takes more than {COMPILE_TIMEOUT_S:g} s") from None
+
+    def _late_one_ended(self, _found: "Future[Any]") -> None:
+        with self._lock:
+            self._num_late -= 1
 
     def _keep(self, key: tuple[str, str, str | None], state: GrammarState) -> None:
         with self._lock:
@@ -99,6 +123,21 @@ class Grammars:
             while len(self._cached) > MAX_CACHED or self._num_cached_bytes > MAX_CACHED_BYTES:
                 oldest, _ = self._cached.popitem(last=False)
                 self._num_cached_bytes -= len(oldest[1])
+
+
+def _matcher(vocabulary: Any, params: StructuredOutputsParams) -> llguidance.LLMatcher:
+    """Raises RequestError. The interpreter's lock is free while it compiles."""
+    limits = llguidance.LLParserLimits(**_LIMITS)
+    matcher = llguidance.LLMatcher(vocabulary, _source(params), log_level=0, limits=limits)
+    _check_sound(matcher, params)
+    return matcher
+
+
+def _settle(found: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        found.set_result(work())
+    except BaseException as error:
+        found.set_exception(error)
 
 
 def _source(params: StructuredOutputsParams) -> str:

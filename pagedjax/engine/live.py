@@ -31,6 +31,11 @@ class Group:
     beams: "Beams | None" = None
     embedding: np.ndarray | None = None
 
+    @property
+    def has_left_line(self) -> bool:
+        """Whether one of its sequences has had a step, or all have gone."""
+        return self.num_cached_tokens is not None or not self.members
+
 
 @dataclass(slots=True)
 class Live:

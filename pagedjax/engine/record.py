@@ -21,8 +21,10 @@ import orjson
 
 from pagedjax import __version__
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect, RunStep
 from pagedjax.core.errors import ConfigError
-from pagedjax.core.state import Effect, Event, RunStep, State
+from pagedjax.core.events import Event
+from pagedjax.core.state import State
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+from pagedjax.core.effects import Effect, Preempt, SwapOut
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Row, StepPlan
-from pagedjax.core.state import Effect, Phase, Preempt, Sequence, State, SwapOut
+from pagedjax.core.state import Sequence, State
 from pagedjax.engine.live import Live
 from pagedjax.engine.metrics import EngineMetrics
 

@@ -18,9 +18,9 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.plan import StepPlan, Tier
-from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.stack import init_caches
 from pagedjax.runtime import batch as batches

@@ -11,27 +11,13 @@ from itertools import count
 from typing import assert_never
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import CopyBlocks, Discard, Effect, Fetch, Finish, Preempt, Reject, RunStep, SwapOut
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import Arrived, Event, StepDone, StepDue, TransferDone
 from pagedjax.core.plan import Row, RowResult, StepPlan, Tier
 from pagedjax.core.request import FinishReason
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import (
-    Arrived,
-    CopyBlocks,
-    Discard,
-    Effect,
-    Event,
-    Fetch,
-    Finish,
-    Preempt,
-    Reject,
-    RunStep,
-    State,
-    StepDone,
-    StepDue,
-    SwapOut,
-    TransferDone,
-)
+from pagedjax.core.state import State
 from pagedjax.simulator.cost import CostModel
 from pagedjax.simulator.recorder import Recorder, Track
 from pagedjax.simulator.report import SimReport, Transfer

@@ -4,8 +4,11 @@ from array import array
 from dataclasses import dataclass, field
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect, Finish, Preempt, Reject, RunStep
+from pagedjax.core.events import Event, StepDone, StepDue
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Row, StepPlan
-from pagedjax.core.state import Effect, Event, Finish, Phase, Preempt, Reject, RunStep, State, StepDone, StepDue
+from pagedjax.core.state import State
 from pagedjax.core.tenants import SAMPLE_COST
 from pagedjax.simulator.cost import CostModel
 from pagedjax.simulator.report import Outcome, Preemption, Service, SimReport, Status, Switch, Totals, Transfer, Usage

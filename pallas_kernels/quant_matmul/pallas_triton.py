@@ -118,10 +118,9 @@ def _kernel(
             partial_sums += plt.dot(x, (quants - zeros[None]).astype(x.dtype))
         return sums + partial_sums * scales[None]
 
-    num_steps = num_in // tiles.tile_k
-    share = pl.cdiv(num_steps, tiles.splits)
+    share = num_in // tiles.tile_k // tiles.splits
     sums = jnp.zeros((tiles.tile_m, tiles.tile_n), jnp.float32)
-    sums = lax.fori_loop(split * share, jnp.minimum((split + 1) * share, num_steps), step, sums)
+    sums = lax.fori_loop(0, share, lambda i, sums: step(split * share + i, sums), sums)
     plt.store(out_ref.at[split, rows[:, None], columns[None]], sums, mask=real[:, None] & inside[None])
 
 

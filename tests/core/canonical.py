@@ -20,9 +20,11 @@ from hashlib import blake2b
 from typing import Any
 
 from pagedjax.core.blocks import BlockPool
+from pagedjax.core.effects import CopyBlocks, Discard, Effect, Fetch, Finish, Preempt, RunStep, SwapOut
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Scatter, StepPlan, Tier
 from pagedjax.core.policy import STAYS
-from pagedjax.core.state import CopyBlocks, Discard, Effect, Fetch, Finish, Phase, Preempt, RunStep, Sequence, SwapOut
+from pagedjax.core.state import Sequence
 from pagedjax.core.table import PAGE_SIZE, Table
 from pagedjax.core.tenants import PROMPT_COST, SAMPLE_COST, SCALE, Tenant
 from pagedjax.core.tiers import Copy, pool_of

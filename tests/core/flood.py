@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Effect, Finish, Preempt, RunStep
+from pagedjax.core.events import Arrived, Event, StepDone, StepDue
 from pagedjax.core.invariants import check
 from pagedjax.core.plan import Row, RowResult, StepPlan
 from pagedjax.core.request import Request
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import Arrived, Effect, Event, Finish, Preempt, RunStep, State, StepDone, StepDue
+from pagedjax.core.state import State
 
 Lengths = Callable[[random.Random], tuple[int, int]]
 

@@ -12,10 +12,12 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from pagedjax.core.events import StepDone
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Tier
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
-from pagedjax.core.state import Phase, State, StepDone
+from pagedjax.core.state import State
 from pagedjax.core.tenants import DEFAULT_TENANT, PROMPT_COST, SAMPLE_COST, account
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from tests.core.world import World, fingerprints

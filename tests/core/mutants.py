@@ -15,6 +15,8 @@ from typing import Any
 
 from pagedjax.core import (
     admission,
+    arriving,
+    confirming,
     failing,
     forking,
     leaving,
@@ -28,8 +30,9 @@ from pagedjax.core import (
 )
 from pagedjax.core.blocks import register, take
 from pagedjax.core.config import num_blocks_for
+from pagedjax.core.events import TransferDone
+from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.policy import Order
-from pagedjax.core.state import Cause, Phase, TransferDone, next_phase
 from pagedjax.core.tenants import account
 from pagedjax.core.tiers import Copy, give_copies
 from tests.core.instances import SMALL
@@ -403,15 +406,15 @@ MUTANTS = [
     (resuming, "longest_prefix", stale_prefix),
     (resuming, "longest_prefix", share_too_short_a_prefix_of_names),
     (scheduler, "plan_step", register_before_done),
-    (scheduler, "_filled_blocks", register_under_a_neighbour_s_name),
+    (confirming, "_filled_blocks", register_under_a_neighbour_s_name),
     (waiting, "park", lose_the_preempted),
     (waiting, "park", last_in_line_after_preemption),
     (waiting, "remove", admit_and_leave_in_line),
     (leaving, "back_in_line", stale_length_after_preemption),
-    (scheduler, "_accept", drop_accepted_tokens),
-    (scheduler, "_accept", count_one_step_too_many_in_flight),
+    (confirming, "_accept", drop_accepted_tokens),
+    (confirming, "_accept", count_one_step_too_many_in_flight),
     (planning, "plan_row", compute_what_is_computed_already),
-    (scheduler, "drain", finish_at_once_though_in_flight),
+    (confirming, "drain", finish_at_once_though_in_flight),
     (scheduler, "_abort", forget_the_abort),
     (scheduler, "_abort", plan_the_aborted),
     (resuming, "share", share_without_counting),
@@ -443,8 +446,8 @@ MUTANTS = [
     (yielding, "_may_preempt", preempt_impatiently),
     (parking, "hold_copies", hold_without_counting),
     (transfers, "settle", settle_nothing),
-    (scheduler, "add_children", share_no_tails),
-    (scheduler, "leave_for_slots", keep_all_forks),
+    (confirming, "add_children", share_no_tails),
+    (confirming, "leave_for_slots", keep_all_forks),
     (forking, "child_of", fork_too_long),
     (forking, "child_of", reserve_for_forks),
     (leaving, "enter", bank_credit),
@@ -455,9 +458,9 @@ MUTANTS_FOR_SEARCH = [
     (parking, "await_writes", await_nothing, "slot"),
     (transfers, "forget", forget_nothing, "failure"),
     (parking, "_cancel_fetch", discard_nothing, "failure"),
-    (scheduler, "enter", bank_credit, "turns"),
+    (arriving, "enter", bank_credit, "turns"),
     (planning, "leave", forget_who_was_in_line, "turns"),
-    (scheduler, "_refunded", refund_nothing, "way"),
+    (confirming, "_refunded", refund_nothing, "way"),
     (yielding, "_candidates", preempt_who_is_owed, "owed three"),
 ]
 

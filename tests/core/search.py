@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagedjax.core import state as core_state
-from pagedjax.core import tenants
+from pagedjax.core import phases, tenants
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.invariants import check
-from pagedjax.core.state import TRANSITIONS
+from pagedjax.core.phases import TRANSITIONS
 from tests.core.canonical import digest
 from tests.core.instances import INSTANCES
 from tests.core.model import Instance, Model, Step
@@ -95,14 +94,14 @@ def search(instance: Instance, max_states: int = sys.maxsize, max_seconds: float
 @contextmanager
 def observed(transitions: set[Any], instance: Instance) -> Iterator[None]:
     """Note which edges of TRANSITIONS are taken, and judge shares by as few tokens as the instance says."""
-    table, min_sample = core_state.TRANSITIONS, tenants.MIN_SAMPLE
-    core_state.TRANSITIONS, tenants.MIN_SAMPLE = _Observed(table, transitions), instance.min_sample
+    table, min_sample = phases.TRANSITIONS, tenants.MIN_SAMPLE
+    phases.TRANSITIONS, tenants.MIN_SAMPLE = _Observed(table, transitions), instance.min_sample
     gc.disable()  # states hold no cycles, and looking through a hundred thousand of them takes most of the time
     try:
         yield
     finally:
         gc.enable()
-        core_state.TRANSITIONS, tenants.MIN_SAMPLE = table, min_sample
+        phases.TRANSITIONS, tenants.MIN_SAMPLE = table, min_sample
 
 
 class _Observed(dict):

@@ -3,8 +3,10 @@
 import pytest
 
 from pagedjax.core import tenants as accounts
+from pagedjax.core.effects import Preempt
 from pagedjax.core.errors import ConfigError
-from pagedjax.core.state import Phase, Preempt, TenantChanged
+from pagedjax.core.events import TenantChanged
+from pagedjax.core.phases import Phase
 from tests.core.world import World
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from pagedjax.core.effects import Preempt
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import StepDone, StepFailed
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Fork, RowResult
 from pagedjax.core.request import FinishReason
 from pagedjax.core.scheduler import update
-from pagedjax.core.state import Phase, Preempt, StepDone, StepFailed
 from tests.core.world import World
 
 

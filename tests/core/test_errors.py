@@ -3,10 +3,10 @@
 import pytest
 
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import Aborted, Arrived, StepDone, StepDue
 from pagedjax.core.plan import RowResult
 from pagedjax.core.request import Request
 from pagedjax.core.scheduler import update
-from pagedjax.core.state import Aborted, Arrived, StepDone, StepDue
 from tests.core.test_values import frozen
 from tests.core.world import World
 

@@ -2,9 +2,11 @@
 
 import pytest
 
+from pagedjax.core.effects import Finish, Preempt
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import StepFailed
+from pagedjax.core.phases import Phase
 from pagedjax.core.scheduler import update
-from pagedjax.core.state import Finish, Phase, Preempt, StepFailed
 from tests.core.test_swapping import assert_all_free, landing, phase, step_until, swapping_out, yielding_again
 from tests.core.world import World
 

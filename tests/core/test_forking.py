@@ -2,10 +2,11 @@
 
 import pytest
 
+from pagedjax.core.effects import CopyBlocks, Preempt, RunStep
 from pagedjax.core.errors import SchedulerError
+from pagedjax.core.events import StepDone
 from pagedjax.core.plan import Fork, RowResult
 from pagedjax.core.scheduler import update
-from pagedjax.core.state import CopyBlocks, Preempt, RunStep, StepDone
 from tests.core.world import World
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pagedjax.core.state import Finish, Phase
+from pagedjax.core.effects import Finish
+from pagedjax.core.phases import Phase
 from tests.core.world import World
 
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from pagedjax.core.phases import Phase
 from pagedjax.core.policy import STAYS, order_of
-from pagedjax.core.state import Phase
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from pagedjax.core.waiting import in_rank_order
 from tests.core.world import World, random_change

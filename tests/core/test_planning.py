@@ -1,6 +1,6 @@
 """What goes into a step."""
 
-from pagedjax.core.state import RunStep
+from pagedjax.core.effects import RunStep
 from tests.core.world import World
 
 

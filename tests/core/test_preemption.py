@@ -3,8 +3,9 @@
 import pytest
 
 from pagedjax.core.config import num_blocks_for
+from pagedjax.core.effects import Preempt
+from pagedjax.core.phases import Phase
 from pagedjax.core.policy import num_blocks_coming
-from pagedjax.core.state import Phase, Preempt
 from tests.core.world import World
 
 

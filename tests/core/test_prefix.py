@@ -2,8 +2,8 @@
 
 import pytest
 
+from pagedjax.core.effects import Preempt
 from pagedjax.core.prefix import max_prefix_blocks
-from pagedjax.core.state import Preempt
 from tests.core.world import World
 
 PREFIX = list(range(10, 18))  # two blocks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagedjax.core.state import Preempt, RunStep
+from pagedjax.core.effects import Preempt, RunStep
 from tests.core.world import random_world
 
 NUM_WORLDS = 100

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pagedjax.core.state import Preempt, RunStep
+from pagedjax.core.effects import Preempt, RunStep
 from tests.core.world import World
 
 CHUNK = 8

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from pagedjax.core import parking, planning
-from pagedjax.core.state import TRANSITIONS
+from pagedjax.core.phases import TRANSITIONS
 from tests.core import canonical
 from tests.core.abstraction import check_abstraction
 from tests.core.instances import INSTANCES, SMALL

@@ -2,9 +2,10 @@
 
 import pytest
 
+from pagedjax.core.effects import Discard, Fetch, Finish, Preempt, RunStep, SwapOut
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Tier
 from pagedjax.core.request import FinishReason
-from pagedjax.core.state import Discard, Fetch, Finish, Phase, Preempt, RunStep, SwapOut
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
 from pagedjax.core.waiting import find
 from tests.core.world import World

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from pagedjax.core.errors import SchedulerError
-from pagedjax.core.state import TRANSITIONS, Cause, Phase, next_phase
+from pagedjax.core.phases import TRANSITIONS, Cause, Phase, next_phase
 from pagedjax.core.waiting import find
 from tests.core import test_leaving as makers
 from tests.core import test_swapping as swaps

@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 from immutables import Map
 
+from pagedjax.core.effects import Effect
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import Effect
 from pagedjax.core.table import Table
 from tests.core.instances import INSTANCES
 from tests.core.search import search

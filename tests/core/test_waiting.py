@@ -3,8 +3,9 @@
 import random
 
 from pagedjax.core import waiting as lines
+from pagedjax.core.phases import Phase
 from pagedjax.core.request import Request
-from pagedjax.core.state import Phase, Sequence, Waiting
+from pagedjax.core.state import Sequence, Waiting
 
 
 def make_sequence(sequence_id, priority=0, arrival_us=None):

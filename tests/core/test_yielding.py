@@ -6,8 +6,10 @@ import pytest
 
 from pagedjax.core import tenants as accounts
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Preempt
+from pagedjax.core.events import StepDue
+from pagedjax.core.phases import Phase
 from pagedjax.core.policy import excess_blocks, order_of
-from pagedjax.core.state import Phase, Preempt, StepDue
 from pagedjax.core.tenants import MIN_SAMPLE, WINDOW
 from tests.core.flood import Flood, Source
 from tests.core.world import World

@@ -15,34 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
+from pagedjax.core.effects import CopyBlocks, Discard, Effect, Fetch, Finish, Preempt, Reject, RunStep, SwapOut
+from pagedjax.core.events import Aborted, Arrived, ConfigChanged, Event, StepDone, StepDue, StepFailed, TransferDone
 from pagedjax.core.invariants import check
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Fork, Row, RowResult, Scatter, StepPlan, Tier
 from pagedjax.core.policy import STAYS, Order, order_of, waited_us
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import (
-    Aborted,
-    Arrived,
-    ConfigChanged,
-    CopyBlocks,
-    Discard,
-    Effect,
-    Event,
-    Fetch,
-    Finish,
-    Phase,
-    Preempt,
-    Reject,
-    RunStep,
-    Sequence,
-    State,
-    StepDone,
-    StepDue,
-    StepFailed,
-    SwapOut,
-    TransferDone,
-)
+from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import DEFAULT_TENANT, account
 from pagedjax.core.waiting import find, in_rank_order
 from pagedjax.core.yielding import is_shielded

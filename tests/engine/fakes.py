@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagedjax.core.effects import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.core.plan import StepPlan, Tier
-from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine

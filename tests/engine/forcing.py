@@ -4,8 +4,8 @@ import random
 from dataclasses import replace
 
 from pagedjax.core.invariants import check
+from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.scheduler import init
-from pagedjax.core.state import Cause, Phase, next_phase
 
 # SchedulerConfig's fields for each; the engine's runner has as many blocks in both lower tiers, at least.
 KINDS = {

@@ -8,7 +8,7 @@ import pytest
 
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.core.request import SamplingParams
-from pagedjax.engine.async_engine import STUCK_AFTER_S, AsyncEngine
+from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.outputs import EngineError
 from tests.engine.fakes import make_engine
 
@@ -206,16 +206,30 @@ def test_an_aborted_streams_id_is_in_use_until_the_engine_knows():
     assert with_engine(scenario) == ("DEFGH", "")
 
 
-def test_the_first_request_after_an_idle_time_finds_the_engine_alive():
+def test_a_step_has_an_age_only_while_there_is_work():
     async def scenario(engine):
         busy = threading.Event()
         engine._commands.put(lambda inner: busy.wait(10))
-        engine._last_progress_s = time.monotonic() - 2 * STUCK_AFTER_S
+        engine._last_progress_s = time.monotonic() - 1000
+        ages = [engine.step_age_s()]
         stream = engine.submit("abc", PARAMS)
-        alive = engine.is_alive()
-        engine._last_progress_s = time.monotonic() - 2 * STUCK_AFTER_S
-        stuck = not engine.is_alive()
+        ages.append(engine.step_age_s())
+        engine._last_progress_s = time.monotonic() - 1000
+        ages.append(engine.step_age_s())
         busy.set()
-        return alive, stuck, await text(stream), engine.is_alive()
+        answer = await text(stream)
+        return [age > 900 for age in [*ages, engine.step_age_s()]], answer
 
-    assert with_engine(scenario) == (True, True, "defgh", True)
+    assert with_engine(scenario) == ([False, False, True, False], "defgh")
+
+
+def test_an_abort_for_lack_of_time_is_counted_as_such():
+    async def scenario(engine):
+        stream = engine.submit("abc", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        await anext(stream)
+        stream.abort("timeout")
+        while engine.state().running:
+            await asyncio.sleep(0.001)
+        return engine.metrics.registry.get_sample_value("pagedjax_requests_total", {"outcome": "timeout"})
+
+    assert with_engine(scenario) == 1

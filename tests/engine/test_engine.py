@@ -6,8 +6,8 @@ import pytest
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.invariants import check
+from pagedjax.core.phases import Phase
 from pagedjax.core.request import SamplingParams
-from pagedjax.core.state import Phase
 from pagedjax.engine.outputs import EngineError, add_update, empty_output
 from tests.engine.fakes import EOS, POISON, make_engine, num_preemptions, texts
 

@@ -4,10 +4,11 @@ from math import ceil
 
 import pytest
 
+from pagedjax.core.effects import CopyBlocks
 from pagedjax.core.errors import RequestError
+from pagedjax.core.events import Aborted
 from pagedjax.core.invariants import check
 from pagedjax.core.request import SamplingParams
-from pagedjax.core.state import Aborted, CopyBlocks
 from pagedjax.engine.outputs import add_update, empty_output
 from tests.engine.fakes import EOS, make_engine, num_preemptions
 from tests.engine.forcing import KINDS, run_forced, use

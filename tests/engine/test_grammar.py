@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 from dataclasses import replace
 
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.structure import MAX_GRAMMAR_BYTES, StructuredOutputsParams
+from pagedjax.engine import grammar
 from pagedjax.engine.grammar import Grammars, GrammarState
 from tests.engine.fakes import TinyTokenizer
 from tests.engine.forcing import KINDS, run_forced, use
@@ -311,3 +313,21 @@ def assert_fits(shape, text):
         assert text in shape["choice"]
     else:
         assert isinstance(json.loads(text), dict)
+
+
+def test_compiling_that_takes_too_long_is_refused_and_so_is_more_while_it_goes_on(monkeypatch):
+    gate, wish = threading.Event(), StructuredOutputsParams(regex="[a-f]+")
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(grammar, "_matcher", lambda *_: gate.wait(30))
+    grammars, refusals = Grammars(TinyTokenizer()), []
+    for _ in range(grammar.MAX_LATE_COMPILES + 1):
+        with pytest.raises(RequestError) as refusal:
+            grammars.compile(wish)
+        refusals.append(refusal.value.message)
+    assert all("more than 0.01 s" in message for message in refusals[:-1])
+    assert "earlier ones are still being compiled" in refusals[-1]
+    gate.set()
+    monkeypatch.undo()
+    while grammars._num_late:
+        gate.wait(0.001)
+    assert grammars.compile(wish)

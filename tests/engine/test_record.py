@@ -9,9 +9,10 @@ import pytest
 
 from pagedjax.cli.replay import arrivals, replay, with_settings
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import Preempt
 from pagedjax.core.errors import ConfigError, SchedulerError
+from pagedjax.core.events import Aborted, ConfigChanged, StepDone, StepDue, StepFailed, TenantChanged
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.state import Aborted, ConfigChanged, Preempt, StepDone, StepDue, StepFailed, TenantChanged
 from pagedjax.engine.record import Recorder, digest, read
 from pagedjax.simulator import H200_LIKE, SimRequest, simulate
 

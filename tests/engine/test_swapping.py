@@ -6,8 +6,8 @@ import random
 import pytest
 
 from pagedjax.core.invariants import check
+from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Tier
-from pagedjax.core.state import Phase
 from tests.engine.fakes import CRASH, POISON, make_engine, num_preemptions
 from tests.engine.test_engine import assert_nothing_is_left, params, run
 

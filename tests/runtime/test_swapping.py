@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagedjax.core.effects import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.core.errors import ConfigError, SchedulerError
 from pagedjax.core.plan import Row, Scatter, StepPlan, Tier
-from pagedjax.core.state import CopyBlocks, Discard, Fetch, SwapOut
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.disk import DiskPool, SwapFile
 from pagedjax.runtime.host import HostPool

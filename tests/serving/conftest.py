@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
+from pagedjax.core.events import Arrived, StepDue
 from pagedjax.core.request import Logprob, Request, SamplingParams
-from pagedjax.core.state import Arrived, StepDue
 from serving.app import create_app
 from serving.server import DrainingServer, bind
 
@@ -75,8 +75,9 @@ class FakeStream:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(candidates(i, params.prompt_logprobs) for i in prompt[1:])]
 
-    def abort(self):
+    def abort(self, outcome="abort"):
         self.engine.aborted.append(self.request_id)
+        self.engine.outcomes.append(outcome)
 
     async def __aiter__(self):
         for delta in self.deltas():
@@ -132,7 +133,8 @@ class FakeEngine:
         self.failure = failure or RuntimeError("secret detail of a crash")
         self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
         self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
-        self.preemptible = []
+        self.preemptible, self.outcomes = [], []
+        self.step_age = 0.0
         self.full = False
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
@@ -189,6 +191,9 @@ class FakeEngine:
 
     def is_alive(self):
         return self.alive
+
+    def step_age_s(self):
+        return self.step_age
 
     def drain(self):
         self.draining = True

@@ -179,7 +179,8 @@ def test_a_full_queue_is_429(serving_of, wait_for):
     assert (ready.status_code, ready.json()) == (503, {"status": "queue full"})
 
 
-def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine):
+def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine, monkeypatch):
+    monkeypatch.setattr("serving.server.FAILED_GRACE_S", 60.0)
     with serving_of(engine) as server:
         engine._engine.runner.die_at_plan = 2
         answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)

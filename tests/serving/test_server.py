@@ -252,7 +252,7 @@ def test_ready_is_told_once_the_engine_has_started(engine):
 
 
 def test_an_engine_that_stays_dead_ends_the_process_with_an_error(engine, monkeypatch):
-    monkeypatch.setattr("serving.server.DEAD_AFTER_S", 0.2)
+    monkeypatch.setattr("serving.server.FAILED_GRACE_S", 0.2)
     engine.alive = False
     server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0)
     assert server.serve_until_signal() == 1

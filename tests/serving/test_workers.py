@@ -65,7 +65,7 @@ def test_a_long_chat_is_rendered_and_tokenised_beside_the_loop(client, seen):
 
 def test_a_long_body_is_parsed_beside_the_loop(client, monkeypatch):
     found = []
-    monkeypatch.setattr("serving.reading.parse_chat", lambda *_: found.append(thread_name()) or 1 / 0)
+    monkeypatch.setattr("serving.generating.parse_chat", lambda *_: found.append(thread_name()) or 1 / 0)
     assert client.chat(messages=[{"role": "user", "content": ""}] * 5_000).status_code == 500
     assert found[0].startswith("slow")
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.effects import RunStep
+from pagedjax.core.events import StepDone, StepDue
 from pagedjax.core.invariants import check
-from pagedjax.core.state import RunStep, StepDone, StepDue
 from pagedjax.simulator import CostModel, Limits, Link, SimRequest, simulate
 from pagedjax.simulator.report import Status
 from pagedjax.simulator.workload import Traffic, mix
