@@ -72,7 +72,7 @@ def attend_pieces(
     """Attention of q [rows, heads, head_dim] to each piece of its row's context.
 
     Gives out [pieces, heads, head_dim] of `out_dtype`, normalised, and the base-2 logarithms of the weights that it
-    was divided by, [pieces, heads] float32; of an empty piece 0 and -1e30.
+    was divided by, [pieces, heads] float32; of an empty piece 0 and `MASKED`.
     """
     (rows, heads, head_dim), kv_heads, num_pieces = q.shape, cache.k.shape[2], cuts.rows.shape[0]
     group = heads // kv_heads

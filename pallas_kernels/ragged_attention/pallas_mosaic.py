@@ -425,7 +425,7 @@ def _seen(consumer: _Consumer, piece: Piece, tile: jax.Array, shape: tuple[int, 
 
 
 def _with_sink(state: Softmax, sink: jax.Array) -> Softmax:
-    """A logit more in the total, that weighs no value; -1e30 for none."""
+    """A logit more in the total, that weighs no value; `MASKED` for none."""
     weight = jnp.exp2(sink * wgs.LOG2_E - state.peak)
     return state._replace(total=jnp.where(state.total > 0, state.total + weight, 0.0))
 

@@ -46,6 +46,12 @@ SOUND = {
         "softcap": 2.0,
         "sinks": True,
     },
+    "a tile before the windows of later queries": {
+        "op": "prefill",
+        "shape": (1, 1, 256, 64),
+        "rows": [(50, 200)],
+        "window": 60,
+    },
     "one consumer": {"op": "prefill", "shape": (1, 1, 64, 64), "rows": [(70, 80), (3, 100)], "tiles": (1, 64, 2)},
     "decodes and chunks of one batch": {
         "op": "ragged",
