@@ -81,7 +81,7 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
     """The attention backend for this machine, or the one that was asked for. Raises ConfigError with the reasons."""
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, config.block_size)
     try:
-        return dispatch.choose(
+        choice = dispatch.choose(
             "ragged_attention",
             platform=jax.default_backend(),
             capability=dispatch.capability_of(jax.devices()[0]),
@@ -89,9 +89,11 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
             dtype=load.DTYPES[config.dtype],
             variant=AttentionVariant(kv_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype)),
             wish=config.attention_backend,
-        ).backend
+        )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{error}; set --attention-backend") from error
+    backend: AttentionBackend = choice.backend
+    return backend
 
 
 def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, Pool]) -> SchedulerConfig:

@@ -27,8 +27,8 @@ from pallas_kernels.mosaic.support import plgpu
 from pallas_kernels.mosaic.tiles import ROWS, PrefillTiles, prefill_tiles, registers
 from pallas_kernels.mosaic.warpgroups import Ring, Scores, Softmax
 from pallas_kernels.paged_attention import pallas_mosaic as paged_attention
+from pallas_kernels.pieces import Pieces
 from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionNeed, Ragged
-from pallas_kernels.ragged_attention.pieces import Pieces
 
 
 def refuse(need: AttentionNeed) -> str | None:

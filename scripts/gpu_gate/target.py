@@ -97,7 +97,7 @@ def cuda_directory() -> Path | None:
 
 def missing() -> str | None:
     """What the gate lacks here, in words, or None."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
     if cuda_directory() is None:
         return "nvidia-cuda-nvcc and nvidia-nvvm are not installed"
