@@ -25,11 +25,16 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 
 def refuse_interpreted(need: AttentionNeed) -> str | None:
-    """Why the attention kernels can't take these shapes anywhere, or None."""
-    shape = need.shape
-    group = shape.num_heads // shape.num_kv_heads
+    """Why the attention kernels can't run even in Pallas' interpreter, or None."""
     if plt is None:
         return f"JAX {jax.__version__} has no Pallas Triton any more"
+    return refuse_shape(need)
+
+
+def refuse_shape(need: AttentionNeed) -> str | None:
+    """Why attention kernels in Triton, Pallas' or not, can't take these shapes, or None."""
+    shape = need.shape
+    group = shape.num_heads // shape.num_kv_heads
     if need.dtype.name not in DTYPES:
         return f"dtype {need.dtype.name} is not one of {', '.join(DTYPES)}"
     if shape.block_size & (shape.block_size - 1) or not 8 <= shape.block_size <= 64:
@@ -43,12 +48,17 @@ def refuse_interpreted(need: AttentionNeed) -> str | None:
 
 def refuse(need: AttentionNeed) -> str | None:
     """Why the compiled attention kernels can't run there, or None."""
+    return refuse_device(need) or refuse_interpreted(need)
+
+
+def refuse_device(need: AttentionNeed) -> str | None:
+    """Why Triton's compiler, Pallas' or not, can't make them for that device, or None."""
     if need.platform not in GPUS:
         return f"Triton compiles for GPUs only, and this platform is {need.platform}"
     known = need.capability or _FLOAT8_CAPABILITY
     if need.variant.kv_dtype == "float8_e4m3fn" and known < _FLOAT8_CAPABILITY:
         return f"compute capability {known[0]}.{known[1]} cannot convert float8_e4m3fn; 8.9 and newer can"
-    return refuse_interpreted(need)
+    return None
 
 
 def check_offsets(leaf: Any) -> None:

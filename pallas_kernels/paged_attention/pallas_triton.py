@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import AttentionShape, Scoring
 from pallas_kernels.kv_blocks import KVBlocks
-from pallas_kernels.paged_attention.cutting import Cuts, cut
+from pallas_kernels.paged_attention.cuts import Cuts, cut
 from pallas_kernels.paged_attention.interface import PagedBackend
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
 from pallas_kernels.paged_attention.walk import LOG2_E, MASKED, Context, Walk, columns_of, finished, initial, walk
@@ -82,8 +82,7 @@ def attend_rows(
     operands = (q, cache, tables, jnp.asarray(layer, jnp.int32).reshape(1), scoring.sinks)
     if tables.shape[1] * shape.block_size <= 2 * tiles.min_piece:
         return _whole(call, operands, spans, num_out, how, tiles)
-    extra = max(1, tiles.num_programs // shape.num_kv_heads)
-    cuts = cut(*spans, extra=extra, min_piece=tiles.min_piece, tile_kv=tiles.tile_kv)
+    cuts = cut(spans, shape.num_kv_heads, tiles)
     return _combined(call, _pieces(call, operands, cuts, how, tiles), operands, cuts, num_out, tiles)
 
 

@@ -17,7 +17,7 @@ from scripts.gpu_gate.target import TARGETS
 NUM_TOKENS, NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, NUM_LAYERS = 512, 64, 2048, 256, 4
 QUICK = "llama-3.1-8b"
 DTYPES = ("bfloat16", "float32")
-# Each backend's kernels, and what their products must use, of each group one; Triton's float32 is three products in TF32.
+# Each backend's kernels, and what products must use, of each group one; Triton's float32 is three products in TF32.
 KERNELS = {
     "pallas_mosaic": dict.fromkeys(("ragged_attention_mosaic", "paged_attention_mosaic"), (("wgmma",), ("tma",))),
     "pallas_triton": {"ragged_attention": (TENSOR_CORES,)},

@@ -9,6 +9,20 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+from triton.runtime import interpreter
+
+
+def _patch_index(patch):
+    """Triton 3.6 makes an index of an array of one number in a way that numpy has since forbidden."""
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
+
+
+interpreter._patch_lang_tensor = _patch_index(interpreter._patch_lang_tensor)
 
 
 class Buffer:
@@ -59,6 +73,11 @@ def load_kernel(default: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def wanted(cases):
+    """The names of `cases` that --only asks for; all of them by default."""
+    return [sys.argv[sys.argv.index("--only") + 1]] if "--only" in sys.argv else list(cases)
 
 
 def report(errors):

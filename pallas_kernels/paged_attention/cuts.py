@@ -1,9 +1,6 @@
-"""Contexts cut into pieces of about equal work, decided on the device from the step's own lengths.
+"""How rows' contexts are cut into pieces of work, on the device, by the step's lengths (Flash-Decoding)."""
 
-A row of 32k tokens alone, or among short ones, becomes many pieces; 64 rows of 4k tokens become two each.
-"""
-
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +18,31 @@ class Cuts(NamedTuple):
     row_starts: jax.Array  # [rows + 1] each row's first piece
 
 
-def cut(firsts: jax.Array, ends: jax.Array, *, extra: int, min_piece: int, tile_kv: int) -> Cuts:
-    """The tokens from `firsts` up to `ends` [rows] of each row in equal pieces of whole tiles of `tile_kv` tokens.
+class Split(Protocol):
+    """How finely: pieces of whole tiles of `tile_kv` tokens and of at least `min_piece`, about `num_programs` of them
+    over all rows and KV heads."""
 
-    About `extra` of them over all rows, fewer where they would be shorter than `min_piece` tokens, and never more than
-    rows + `extra`, since each row rounds up once.
-    """
+    @property
+    def tile_kv(self) -> int: ...
+    @property
+    def min_piece(self) -> int: ...
+    @property
+    def num_programs(self) -> int: ...
+
+
+def cut(spans: tuple[jax.Array, jax.Array], num_kv_heads: int, split: Split) -> Cuts:
+    """Equal pieces a row, of whole tiles, and not more than rows + `extra` of them: each row rounds up once.
+
+    `spans` are each row's first token and the one past its last, [rows] int32."""
+    firsts, ends = spans
     lengths = ends - firsts
-    most = jnp.maximum(_ceil_div(jnp.sum(lengths), extra), min_piece)
+    extra = max(1, split.num_programs // num_kv_heads)
+    most = jnp.maximum(_ceil_div(jnp.sum(lengths), extra), split.min_piece)
     # Whole tiles before counting: else a row's last piece might come out empty, and nobody would write its output.
-    most = _ceil_div(most, tile_kv) * tile_kv
+    most = _ceil_div(most, split.tile_kv) * split.tile_kv
     counts = _ceil_div(lengths, most)
     pieces = Pieces.of(counts)
-    width = _ceil_div(_ceil_div(lengths, jnp.maximum(counts, 1)), tile_kv) * tile_kv
+    width = _ceil_div(_ceil_div(lengths, jnp.maximum(counts, 1)), split.tile_kv) * split.tile_kv
     index = jnp.arange(lengths.shape[0] + extra, dtype=jnp.int32)
     rows, within = pieces.locate(index)
     first = firsts[rows] + within * width[rows]
