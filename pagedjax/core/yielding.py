@@ -6,10 +6,12 @@ an equal grade, so nobody is preempted to and fro. A sequence is shielded by hav
 yields whose tenant is owed. Nobody yields in vain: if all who may would not make enough room, none does.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
 from pagedjax.core import waiting as lines
+from pagedjax.core.blocks import BlockPool
 from pagedjax.core.effects import Effect
 from pagedjax.core.leaving import drain
 from pagedjax.core.phases import Cause, Phase, next_phase
@@ -18,6 +20,7 @@ from pagedjax.core.policy import (
     Grade,
     Order,
     excess_blocks,
+    given_up,
     num_blocks_coming,
     num_blocks_growing,
     num_blocks_promised,
@@ -60,11 +63,15 @@ def is_shielded(sequence: Sequence, order: Order) -> bool:
 
 
 class _Room(NamedTuple):
-    """What those who run leave: slots, blocks that nobody is promised, and tokens of the step (all may be negative)."""
+    """What those who run leave: slots, blocks that nobody is promised, and tokens of the step (all may be negative).
+
+    Blocks on their way back count: `given` says how many references to each the leaving ones hold, and grows.
+    """
 
     num_slots: int
     num_blocks: int
     num_tokens: int
+    given: Counter[int]
 
 
 def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[Sequence]:
@@ -80,11 +87,10 @@ def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[
         if room is None:  # the first that comes so far; in most steps none does
             room, candidates = _room(state, order, running), _candidates(running, order, grade)
         num_needed = _num_needed(state, waiter, order)
-        victims = _victims(state, order, running, candidates, waiter, room, num_needed)
+        room, victims = _victims(state, order, running, candidates, waiter, room, num_needed)
         if victims is None:
             break
-        num_tokens = room.num_tokens + sum([num_to_compute(running[index]) for index in victims])
-        room = _Room(room.num_slots + len(victims) - 1, room.num_blocks - num_needed, num_tokens)
+        room = room._replace(num_slots=room.num_slots - 1, num_blocks=room.num_blocks - num_needed)
         for index in victims:
             running[index] = yields(running[index], _reason(grade, order.grade(running[index])))
     return running
@@ -123,35 +129,45 @@ def _victims(
     waiter: Sequence,
     room: _Room,
     num_needed: int,
-) -> list[int] | None:
-    """Who must yield so that one sequence more gets a slot, its blocks and a token; None if all who may are too few.
+) -> tuple[_Room, list[int] | None]:
+    """Who must yield so that one sequence more gets a slot, its blocks and a token, and the room that they make; None
+    if all who may are too few. They are `candidates` no more.
 
     Where tokens are short only those yield that have a prompt to compute: another's single one is no help.
     """
     trial, victims, grade = list(running), list[int](), order.grade_in_line(waiter)
-    left = [i for i in candidates if running[i].phase is Phase.RUNNING and order.grade(running[i]) > grade]
-    num_slots, num_blocks, num_tokens = room
     while True:
-        num_free = num_blocks + num_blocks_coming(trial, state.pool)
-        has_room = num_slots > 0 and num_needed + num_blocks_growing(waiter, trial, order) <= num_free
-        if has_room and num_tokens > 0:
-            return victims
-        index = next((i for i in left if num_tokens > 0 or num_to_compute(running[i]) > 1), None)
+        lacks_blocks = num_needed + num_blocks_growing(waiter, trial, order) > room.num_blocks
+        lacks_tokens = room.num_tokens < 1
+        if not (lacks_blocks or lacks_tokens or room.num_slots < 1):
+            return room, victims
+        able = (i for i in candidates if order.grade(running[i]) > grade)
+        index = next((i for i in able if not lacks_tokens or num_to_compute(running[i]) > 1), None)
         if index is None:
-            return None
-        left.remove(index)
+            return room, None
+        candidates.remove(index)
         victims.append(index)
+        room = _without(room, running[index], state.pool)
         trial[index] = yields(trial[index], "priority")
-        num_slots, num_tokens = num_slots + 1, num_tokens + num_to_compute(running[index])
 
 
 def _room(state: State, order: Order, running: list[Sequence]) -> _Room:
     config = order.config
+    num_blocks = state.pool.num_free + num_blocks_coming(running, state.pool)
     return _Room(
         max(0, config.max_num_seqs - sum(s.phase in STAYS for s in running)),
-        state.pool.num_free - num_blocks_promised(running, order),
+        num_blocks - num_blocks_promised(running, order),
         config.max_num_batched_tokens - sum(map(num_to_compute, running)),
+        given_up(running),
     )
+
+
+def _without(room: _Room, victim: Sequence, pool: BlockPool) -> _Room:
+    """The room once this one has left too: the blocks whose last holder it is are free then."""
+    num_slots, num_blocks, num_tokens, given = room
+    given.update(victim.blocks)
+    num_gained = sum(given[block_id] == pool.counts[block_id] for block_id in victim.blocks)
+    return _Room(num_slots + 1, num_blocks + num_gained, num_tokens + num_to_compute(victim), given)
 
 
 def _num_needed(state: State, waiter: Sequence, order: Order) -> int:
