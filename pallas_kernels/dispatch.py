@@ -6,16 +6,20 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_attention import (
-    AttentionBackend,
-    AttentionNeed,
-    AttentionShape,
-    AttentionVariant,
-    native,
-    pallas_triton,
-    reference,
-    xla,
-)
+from pallas_kernels import triton
+from pallas_kernels.attention import AttentionNeed, AttentionShape, AttentionVariant
+from pallas_kernels.kv_write import KVWriteBackend
+from pallas_kernels.kv_write import pallas_triton as kv_write_triton
+from pallas_kernels.kv_write import reference as kv_write_reference
+from pallas_kernels.kv_write import xla as kv_write_xla
+from pallas_kernels.paged_attention import PagedBackend
+from pallas_kernels.paged_attention import jax_triton as paged_jax_triton
+from pallas_kernels.paged_attention import pallas_mosaic as paged_mosaic
+from pallas_kernels.paged_attention import pallas_triton as paged_triton
+from pallas_kernels.paged_attention import reference as paged_reference
+from pallas_kernels.ragged_attention import AttentionBackend, native, pallas_mosaic, pallas_triton, reference, xla
+
+Backend = AttentionBackend | PagedBackend | KVWriteBackend
 
 
 class Candidate(NamedTuple):
@@ -24,15 +28,15 @@ class Candidate(NamedTuple):
     One with `only_when_wished` is never chosen by itself.
     """
 
-    backend: AttentionBackend
+    backend: Backend
     refuse: Callable[[AttentionNeed], str | None]
     only_when_wished: bool = False
 
 
 class Choice(NamedTuple):
-    """The backend to use, and the reasons against the others by name, in order of preference."""
+    """The backend to use (of the op's own kind), and the reasons against the others by name, in order of preference."""
 
-    backend: AttentionBackend
+    backend: Any
     refused: Mapping[str, str]
 
 
@@ -46,12 +50,28 @@ _PLAIN = AttentionVariant()
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "ragged_attention": (
-            Candidate(pallas_triton.BACKEND, pallas_triton.refuse),
+            Candidate(pallas_mosaic.BACKEND, pallas_mosaic.refuse),
+            Candidate(pallas_triton.BACKEND, triton.refuse),
             Candidate(native.BACKEND, native.refuse),
             Candidate(xla.BACKEND, _always),
-            Candidate(pallas_triton.INTERPRETED, pallas_triton.refuse_interpreted, only_when_wished=True),
+            Candidate(pallas_mosaic.INTERPRETED, pallas_mosaic.refuse_interpreted, only_when_wished=True),
+            Candidate(pallas_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
             Candidate(reference.BACKEND, _always, only_when_wished=True),
-        )
+        ),
+        "paged_attention": (
+            Candidate(paged_mosaic.BACKEND, paged_mosaic.refuse),
+            Candidate(paged_triton.BACKEND, triton.refuse),
+            Candidate(paged_jax_triton.BACKEND, paged_jax_triton.refuse),
+            Candidate(paged_reference.BACKEND, _always),
+            Candidate(paged_mosaic.INTERPRETED, paged_mosaic.refuse_interpreted, only_when_wished=True),
+            Candidate(paged_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
+        ),
+        "kv_write": (
+            Candidate(kv_write_triton.BACKEND, triton.refuse),
+            Candidate(kv_write_xla.BACKEND, _always),
+            Candidate(kv_write_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
+            Candidate(kv_write_reference.BACKEND, _always, only_when_wished=True),
+        ),
     }
 )
 

@@ -1,8 +1,8 @@
 """The paged cache as all attention ops see it: blocks of K and V, plain or quantised with a scale a token and KV head.
 
-Quantised means symmetric: a head's vector x of one token is kept as round(x / s) (int8) or as x / s (float8_e4m3fn)
-with s = max|x| / 127 or max|x| / 448 in float32. No block is ever requantised, so its bytes depend on its own tokens
-only, and can be shared, swapped and compared.
+Quantised means symmetric: with s = max|x| * (1 / 127) (int8) or max|x| * (1 / 448) (float8_e4m3fn), float32, a head's
+vector x of one token is kept as x * (1 / s), rounded to the nearest, ties to even. No block is ever requantised, so its
+bytes depend on its own tokens only, and can be shared, swapped and compared.
 """
 
 from typing import Any, NamedTuple
@@ -58,16 +58,32 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     neither, so that they stay no numbers."""
     limit = LIMITS[jnp.dtype(dtype).name]
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / limit
-    scaled = jnp.clip(x / jnp.where(scale == 0, 1.0, scale)[..., None], -limit, limit)
+    # Products, since XLA makes them of some divisions, and bits would differ.
+    scale = jnp.max(jnp.abs(x), axis=-1) * (1 / limit)
+    scaled = jnp.clip(x * (1 / jnp.where(scale == 0, 1.0, scale))[..., None], -limit, limit)
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), scale
 
 
+def stored_as(k: jax.Array, v: jax.Array, dtype: Any) -> KVBlocks:
+    """k and v [tokens, kv_heads, head_dim] as a cache of `dtype` keeps them, with scales [tokens, kv_heads] or none."""
+    if not is_quantised(dtype):
+        return KVBlocks(k.astype(dtype), v.astype(dtype))
+    (k, k_scale), (v, v_scale) = quantise(k, dtype), quantise(v, dtype)
+    return KVBlocks(k, v, k_scale, v_scale)
+
+
 def dequantise(values: jax.Array, scale: jax.Array) -> jax.Array:
     """values [..., head_dim] and scales [...] as float32."""
     return values.astype(jnp.float32) * scale[..., None]
+
+
+def as_float32(cache: KVBlocks) -> tuple[jax.Array, jax.Array]:
+    """K and V of a cache laid out as `init_blocks` does, dequantised."""
+    if cache.k_scale is None:
+        return cache.k.astype(jnp.float32), cache.v.astype(jnp.float32)
+    return dequantise(cache.k, cache.k_scale), dequantise(cache.v, cache.v_scale)
 
 
 def write_slots(flat: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:

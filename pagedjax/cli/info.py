@@ -83,14 +83,31 @@ def _backends() -> Iterator[str]:
         choice = dispatch.choose(op, platform=jax.default_backend(), shape=MODELS["smollm2-135m"], dtype="bfloat16")
         yield f"{op}: {choice.backend.name}"
         yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
+    yield from _products()
     yield from _weights()
     yield f"native kernels: {_native()}"
+
+
+def _products() -> Iterator[str]:
+    """The choice for products with AWQ's and GPTQ's weights as they are, in a small decode step."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.dispatch import capability_of
+    from pallas_kernels.quant_matmul import QuantNeed, choose
+    from pallas_kernels.quant_matmul.shapes import MODELS
+
+    shape, capability = MODELS["llama-3.1-8b down"], capability_of(jax.devices()[0])
+    choice = choose(QuantNeed(jax.default_backend(), 16, *shape, jnp.dtype("bfloat16"), capability))
+    yield f"quant_matmul of 16 tokens: {choice.backend.name}"
+    yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())
 
 
 def _weights() -> Iterator[str]:
     from pagedjax.engine.quantisation import choose_layout
 
-    for files, encodings in {"quantised files": ["Q4_1"], "other files": ["BF16"]}.items():
+    kinds = {"quantised files": ["Q4_1"], "AWQ and GPTQ files": ["AWQ4"], "other files": ["BF16"]}
+    for files, encodings in kinds.items():
         choice = choose_layout("auto", asked_dtype="auto", dtype="bfloat16", encodings=encodings)
         yield f"weights of {files}: {choice.layout}"
         yield from (f"  not {name}: {reason}" for name, reason in choice.refused.items())

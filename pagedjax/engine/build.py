@@ -42,12 +42,13 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     with load.open_checkpoint(path) as checkpoint:
         model_config = checkpoint.config
         encodings = frozenset(checkpoint.encodings.values())
+        # What can be refused is, before anything that takes long.
+        asked_dtype, config = config.dtype, resolve(config, model_config, platform=jax.default_backend())
+        dtype = load.DTYPES[config.dtype]
+        choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
+        backend = choose_attention(config, model_config)
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     tokenizer.check_fits(model_config.vocab_size)
-    asked_dtype, config = config.dtype, resolve(config, model_config, platform=jax.default_backend())
-    dtype = load.DTYPES[config.dtype]
-    choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
-    backend = choose_attention(config, model_config)
     cache_dtype = jnp.dtype(KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype))
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, cache_dtype)
     weights: list[PackedWeight] = []
@@ -81,7 +82,7 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
     """The attention backend for this machine, or the one that was asked for. Raises ConfigError with the reasons."""
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, config.block_size)
     try:
-        return dispatch.choose(
+        choice = dispatch.choose(
             "ragged_attention",
             platform=jax.default_backend(),
             capability=dispatch.capability_of(jax.devices()[0]),
@@ -89,9 +90,11 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
             dtype=load.DTYPES[config.dtype],
             variant=AttentionVariant(kv_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype)),
             wish=config.attention_backend,
-        ).backend
+        )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{error}; set --attention-backend") from error
+    backend: AttentionBackend = choice.backend
+    return backend
 
 
 def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, Pool]) -> SchedulerConfig:

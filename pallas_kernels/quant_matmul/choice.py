@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quant_matmul import pallas_triton, reference, xla
+from pallas_kernels.quant_matmul import jax_triton, pallas_triton, reference, xla
 from pallas_kernels.quant_matmul.interface import Int4Weight, QuantBackend, QuantNeed
 
 
@@ -33,6 +33,7 @@ def _always(need: QuantNeed) -> None:
 # In order of preference.
 CANDIDATES = (
     Candidate(pallas_triton.BACKEND, pallas_triton.refuse),
+    Candidate(jax_triton.BACKEND, jax_triton.refuse),
     Candidate(xla.BACKEND, _always),
     Candidate(pallas_triton.INTERPRETED, pallas_triton.refuse_interpreted, only_when_wished=True),
     Candidate(reference.BACKEND, _always, only_when_wished=True),

@@ -9,7 +9,6 @@ Bytes: half a byte a weight, once for each token tile, and 3 / group_size of a b
 each output tile; float32 results once for each split. Limits: float16 and bfloat16; few tokens, see `MAX_TOKENS`.
 """
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.quant_matmul.interface import PAIRED, Int4Weight, QuantBackend, QuantNeed
 from pallas_kernels.quant_matmul.reference import ordered
 from pallas_kernels.quant_matmul.tiles import QuantTiles, quant_tiles
-
-try:
-    from jax.experimental.pallas import triton as plt
-except ImportError:  # a JAX that has dropped it
-    plt = None
-
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+from pallas_kernels.triton import GPUS, plt
 
 # Above, writing the weight out in 16 bits (8.5 bytes a weight more to move) costs less than the plain product gains on
 # this one. On an H200's datasheet that is at 376 tokens, if the kernel runs at half of the matmul rate. Not measured.
@@ -55,7 +48,7 @@ def refuse_shape(need: QuantNeed) -> str | None:
 
 def refuse_device(need: QuantNeed) -> str | None:
     """Why Triton's code can't run there, or None."""
-    if need.platform not in ("gpu", "cuda", "rocm"):
+    if need.platform not in GPUS:
         return f"Triton compiles for GPUs only, and this platform is {need.platform}"
     if need.capability is not None and need.capability < (8, 0):
         return f"it needs compute capability 8.0, and this GPU has {'.'.join(map(str, need.capability))}"
@@ -118,10 +111,9 @@ def _kernel(
             partial_sums += plt.dot(x, (quants - zeros[None]).astype(x.dtype))
         return sums + partial_sums * scales[None]
 
-    num_steps = num_in // tiles.tile_k
-    share = pl.cdiv(num_steps, tiles.splits)
+    share = num_in // tiles.tile_k // tiles.splits
     sums = jnp.zeros((tiles.tile_m, tiles.tile_n), jnp.float32)
-    sums = lax.fori_loop(split * share, jnp.minimum((split + 1) * share, num_steps), step, sums)
+    sums = lax.fori_loop(0, share, lambda i, sums: step(split * share + i, sums), sums)
     plt.store(out_ref.at[split, rows[:, None], columns[None]], sums, mask=real[:, None] & inside[None])
 
 

@@ -1,19 +1,20 @@
-"""Ragged attention as a Pallas Triton kernel: the portable GPU path, and the second backend of the dispatch.
+"""Ragged attention as Pallas Triton kernels: the portable GPU path.
 
-Algorithm: FlashAttention-2 (arXiv:2307.08691) over block tables. Grid (query tile, KV head). A tile is `tile_q` tokens
-of one row with the heads of a KV group packed behind each token, so one product serves them all: decode tiles hold one
-token, prefill tiles up to `tile_q`. It walks the row's context up to its last position, `tile_kv` tokens at a time,
-each token's block looked up in the table, with the online softmax in registers.
+Algorithm, three kernels after one another on one output: `kv_write` puts the step's keys and values into the cache;
+`paged_attention` serves the leading decode rows; a FlashAttention-2 kernel (arXiv:2307.08691) over block tables serves
+the chunks. Its grid is (query tile, KV head): a tile packs the heads of a KV group behind each of `tile_q` tokens of
+one row, so that one product serves them all, and walks the row's context up to its own last position; whole tiles
+below all its queries go unmasked, then the causal edge, masked. Heavy tiles start first. With `max_q_len` 1, or a
+single token, a step has decodes only and the last kernel is left out. Rows of both kinds are told apart by
+`num_decode_rows`, a number on the device, so that a step of any mix runs the same program.
 
-Bytes: K and V of a row's context once per query tile and KV head, q and out once. Limits: Triton wants powers of two,
-so head_dim is padded in registers only, block_size must be one; group at most 64; float32, bfloat16, float16. The
-writing of K and V is XLA's scatter, in place under donation. Pallas Triton is deprecated in JAX and may go: then
-`refuse` says so.
+Bytes: K and V of a row's context once per query tile and KV head (from L2 mostly, as tiles of a head run side by
+side), q and out once. FLOPs: 4 * head_dim a head and (query, key) pair; a tile adds at most one tile_kv of masked ones.
+Limits: see `triton.refuse`; head_dim is padded to a power of two in registers only.
 
-Masked lanes: a slot past the row's length reads nothing, so NaN there can't spread; padding tiles run no iteration.
+Guards: padding tokens and rows of nothing get zeros from tiles of their own; the rest is `walk`'s and `kv_write`'s.
 """
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -22,47 +23,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kv_blocks import KVBlocks, block_bytes, init_blocks, write_slots
-from pallas_kernels.ragged_attention.interface import AttentionBackend, AttentionNeed, AttentionShape, Ragged
-from pallas_kernels.ragged_attention.pieces import Pieces
-from pallas_kernels.ragged_attention.tiles import TritonTiles, triton_tiles
+from pallas_kernels.attention import AttentionShape, Scoring
+from pallas_kernels.kv_blocks import KVBlocks, block_bytes, init_blocks
+from pallas_kernels.kv_write import pallas_triton as kv_write
+from pallas_kernels.paged_attention import pallas_triton as paged_attention
+from pallas_kernels.paged_attention.walk import Context, Walk, columns_of, finished, initial, walk
+from pallas_kernels.pieces import Pieces
+from pallas_kernels.ragged_attention.interface import AttentionBackend, Ragged
+from pallas_kernels.ragged_attention.tiles import PrefillTiles, prefill_tiles
+from pallas_kernels.triton import plt, refuse, refuse_interpreted
 
-try:
-    from jax.experimental.pallas import triton as plt
-except ImportError:  # a JAX that has dropped it
-    plt = None
+__all__ = ["BACKEND", "INTERPRETED", "attend", "refuse", "refuse_interpreted"]
 
-# Said at each lowering; `refuse` is how the project finds out.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
-
-MASKED = -1e30
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def refuse_interpreted(need: AttentionNeed) -> str | None:
-    """Why the kernel can't take these shapes anywhere, or None."""
-    shape = need.shape
-    group = shape.num_heads // shape.num_kv_heads
-    if plt is None:
-        return f"JAX {jax.__version__} has no Pallas Triton any more"
-    if need.dtype.name not in DTYPES:
-        return f"dtype {need.dtype.name} is not one of {', '.join(DTYPES)}"
-    if shape.block_size & (shape.block_size - 1) or not 8 <= shape.block_size <= 64:
-        return f"block_size {shape.block_size} is not a power of two from 8 to 64"
-    if shape.head_dim > 256:
-        return f"head_dim {shape.head_dim} is above 256: a tile would not fit the registers"
-    if group > 64:
-        return f"{group} heads share a KV head, more than the 64 that a tile packs"
-    if need.variant.parts():
-        return f"it has no {', no '.join(x.removeprefix('a ') for x in need.variant.parts())}"
-    return None
-
-
-def refuse(need: AttentionNeed) -> str | None:
-    """Why the compiled kernel can't run there, or None."""
-    if need.platform not in ("gpu", "cuda", "rocm"):
-        return f"Triton compiles for GPUs only, and this platform is {need.platform}"
-    return refuse_interpreted(need)
+_ANY = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def attend(
@@ -78,21 +51,30 @@ def attend(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     max_q_len: int | None = None,
+    tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, KVBlocks]:
-    """See `AttentionBackend`; `max_q_len` saves nothing. Raises NotImplementedError for what `refuse` refuses."""
-    if (window, softcap, sinks, cache.k_scale) != (None,) * 4:
-        raise NotImplementedError("this Triton kernel attends plainly only")
-    num_tokens, kv_heads, head_dim = k.shape
-    shape = AttentionShape(q.shape[1], kv_heads, head_dim, cache.k.shape[3])
-    cache = KVBlocks(*(_write(c, x, ragged.slots, layer) for c, x in zip(cache, (k, v))))
-    tiles = triton_tiles(shape)
-    grouped = _grouped(q, kv_heads, tiles)
-    out = _tiled(grouped, cache, ragged, scale, layer, tiles, head_dim, interpret)
-    out = out[:, :num_tokens, : q.shape[1] // kv_heads, :head_dim].transpose(1, 0, 2, 3).reshape(q.shape)
-    # No tile covers padding tokens: their output was never written.
-    real = jnp.arange(num_tokens) < ragged.q_starts[-1]
-    return jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype)), cache
+    """See `AttentionBackend`. `tiles` are for tests and tuning. `dispatch.choose` asks `refuse` first; here JAX itself
+    complains."""
+    num_tokens, num_rows = q.shape[0], ragged.kv_lens.shape[0]
+    cache = kv_write.write(k, v, cache, ragged.slots, layer=layer, interpret=interpret)
+    scoring = Scoring(scale, window, softcap, sinks)
+    lens = jnp.where(jnp.arange(num_rows) < ragged.num_decode_rows, ragged.kv_lens, 0)
+    only_decodes = max_q_len == 1 or num_tokens == 1
+    out = paged_attention.attend_rows(
+        q,
+        cache,
+        (ragged.block_tables, lens),
+        scoring,
+        layer,
+        num_out=num_tokens if only_decodes else min(num_rows, num_tokens),
+        interpret=interpret,
+    )
+    if not only_decodes:
+        shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], cache.k.shape[3])
+        tiles = tiles or prefill_tiles(shape, q.dtype.itemsize)
+        out = _prefill(q, out, cache, ragged, scoring, layer, tiles, interpret)
+    return out, cache
 
 
 def attend_interpreted(*args: Any, **options: Any) -> tuple[jax.Array, KVBlocks]:
@@ -100,122 +82,90 @@ def attend_interpreted(*args: Any, **options: Any) -> tuple[jax.Array, KVBlocks]
     return attend(*args, **options, interpret=True)
 
 
-def _write(cached: jax.Array, values: jax.Array, slots: jax.Array, layer: int | jax.Array) -> jax.Array:
-    num_blocks, num_layers, kv_heads, block_size, head_dim = cached.shape
-    inside = (slots >= 0) & (slots < num_blocks * block_size)
-    # The flat slot of each of a token's KV heads, [tokens, kv_heads].
-    heads = ((slots // block_size * num_layers + layer) * kv_heads)[:, None] + jnp.arange(kv_heads)
-    flat = jnp.where(inside[:, None], heads * block_size + (slots % block_size)[:, None], -1)
-    values = values.reshape(-1, head_dim)
-    return write_slots(cached.reshape(-1, head_dim), values, flat.reshape(-1)).reshape(cached.shape)
-
-
-def _grouped(q: jax.Array, kv_heads: int, tiles: TritonTiles) -> jax.Array:
-    """q as [kv_heads, tokens + tile_q, group, head_dim], group and head_dim padded to powers of two with zeros."""
-    num_tokens, heads, head_dim = q.shape
-    group = heads // kv_heads
-    pads = ((0, tiles.tile_q), (0, 0), (0, tiles.group - group), (0, tiles.head_dim - head_dim))
-    return jnp.pad(q.reshape(num_tokens, kv_heads, group, head_dim), pads).transpose(1, 0, 2, 3)
-
-
-def _tiled(
+def _prefill(
     q: jax.Array,
+    out: jax.Array,
     cache: KVBlocks,
     ragged: Ragged,
-    scale: float,
+    scoring: Scoring,
     layer: int | jax.Array,
-    tiles: TritonTiles,
-    head_dim: int,
+    tiles: PrefillTiles,
     interpret: bool,
 ) -> jax.Array:
-    """Output like q; unwritten where no row's token lies."""
-    kv_heads, padded_tokens = q.shape[:2]
-    num_tokens, num_rows = padded_tokens - tiles.tile_q, ragged.kv_lens.shape[0]
-    q_lens = ragged.q_starts[1:] - ragged.q_starts[:-1]
-    pieces = Pieces.of(-(-q_lens // tiles.tile_q))
-    # No batch has more tiles: each row rounds up once, and holds a token at least.
-    num_tiles = min(num_tokens, num_rows + num_tokens // tiles.tile_q)
-    rows, index = pieces.locate(jnp.arange(num_tiles, dtype=jnp.int32))
-    starts = jnp.minimum(ragged.q_starts[rows] + index * tiles.tile_q, ragged.q_starts[rows + 1])
-    rest = pl.BlockSpec(memory_space=pl.ANY)
-    kernel = partial(_kernel, scale=scale, tiles=tiles, head_dim=head_dim, block_size=cache.k.shape[3])
+    """`out` with the tokens past the decode rows filled in, in place."""
+    rows, starts = _tiles_of(ragged, q.shape[0], tiles.tile_q)
+    layers = jnp.asarray(layer, jnp.int32).reshape(1)
+    inputs = (q, out, cache, ragged.block_tables, layers, scoring.sinks, ragged.q_starts, ragged.kv_lens, rows, starts)
+    leaves, tree = jax.tree.flatten(inputs)
+    how = Walk(scoring.scale, scoring.softcap, tiles.tile_kv, interpret)
     return pl.pallas_call(
-        kernel,
-        grid=(num_tiles, kv_heads),
-        in_specs=[rest] * 9,
-        out_specs=rest,
+        partial(_kernel, tree=tree, how=how, window=scoring.window, tiles=tiles),
+        grid=(rows.shape[0], cache.k.shape[2]),
+        in_specs=[_ANY] * len(leaves),
+        out_specs=_ANY,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        input_output_aliases={1: 0},
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="ragged_attention",
-    )(
-        q,
-        cache.k,
-        cache.v,
-        ragged.block_tables,
-        rows,
-        starts,
-        ragged.q_starts[rows + 1],
-        ragged.kv_lens[rows],
-        jnp.asarray(layer, jnp.int32).reshape(1),
-    )
+    )(*leaves)
 
 
-def _kernel(
-    q_ref: Any,  # [kv_heads, tokens, group, head_dim]
-    k_ref: Any,  # [num_blocks, num_layers, kv_heads, block_size, head_dim]
-    v_ref: Any,
-    table_ref: Any,  # [rows, max_blocks]
-    rows_ref: Any,  # [tiles]
-    starts_ref: Any,  # [tiles] first packed token
-    ends_ref: Any,  # [tiles] the row's packed tokens end before this one
-    kv_lens_ref: Any,  # [tiles] of the tile's row
-    layer_ref: Any,  # [1]
-    out_ref: Any,  # like q_ref
-    *,
-    scale: float,
-    tiles: TritonTiles,
-    head_dim: int,
-    block_size: int,
-) -> None:
-    tile, head = pl.program_id(0), pl.program_id(1)
-    row, start, end, kv_len = rows_ref[tile], starts_ref[tile], ends_ref[tile], kv_lens_ref[tile]
-    layer = layer_ref[0]
-    size = tiles.tile_q * tiles.group
+def _tiles_of(ragged: Ragged, num_tokens: int, tile_q: int) -> tuple[jax.Array, jax.Array]:
+    """Row and first token of each query tile, int32: of the rows past the decodes, and of the padding tokens, which
+    are the tokens of one row more. Tiles past the end have no token."""
+    num_rows = ragged.kv_lens.shape[0]
+    ends = jnp.append(ragged.q_starts[1:], num_tokens)
+    lengths = ends - ragged.q_starts
+    pieces = Pieces.of(jnp.where(jnp.arange(num_rows + 1) < ragged.num_decode_rows, 0, -(-lengths // tile_q)))
+    # No step has more: each row rounds up once, and has a token at least.
+    num_tiles = min(num_tokens, num_rows + 1 + num_tokens // tile_q)
+    # From the last: a row's later tiles see more, and would make the others wait if they started last.
+    rows, index = pieces.locate(jnp.arange(num_tiles - 1, -1, -1, dtype=jnp.int32))
+    return rows, jnp.minimum(ragged.q_starts[rows] + index * tile_q, ends[rows]).astype(jnp.int32)
+
+
+def _kernel(*refs: Any, tree: Any, how: Walk, window: int | None, tiles: PrefillTiles) -> None:
+    """Refs: the inputs of `_prefill` in their order, then the output [tokens, heads, head_dim]."""
+    inputs, out_ref = tree.unflatten(refs[:-1]), refs[-1]
+    q_ref, _, cache, table_ref, layer_ref, sinks_ref, q_starts_ref, kv_lens_ref, rows_ref, starts_ref = inputs
+    (num_tokens, num_heads, head_dim), num_rows = q_ref.shape, table_ref.shape[0]
+    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    row, start = rows_ref[tile], starts_ref[tile]
+    is_row = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    end = jnp.where(is_row, q_starts_ref[row + 1], num_tokens)
+    kv_len = jnp.where(is_row, kv_lens_ref[row], 0)
+    context = Context(*cache, table_ref, row, layer_ref[0], kv_head)
+
+    group = num_heads // context.k_ref.shape[2]
+    packed, columns = jnp.arange(tiles.size), columns_of(context)
+    within = lax.div(packed, group)
+    tokens, heads = start + within, kv_head * group + lax.rem(packed, group)
+    is_mine = (within < tiles.tile_q) & (tokens < end)
+    inside = is_mine[:, None] & (columns < head_dim)[None]
+    q = plt.load(q_ref.at[tokens[:, None], heads[:, None], columns[None]], mask=inside, other=0.0)
+    sinks = None if sinks_ref is None else plt.load(sinks_ref.at[heads], mask=is_mine, other=0.0)
+
     first_position = kv_len - end + start
-    q = q_ref[head, pl.ds(start, tiles.tile_q)].reshape(size, tiles.head_dim)
-    positions = first_position + jnp.arange(size) // tiles.group
-    columns = jnp.arange(tiles.head_dim)
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-
-    def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak, total, out = state
-        keys = i * tiles.tile_kv + jnp.arange(tiles.tile_kv)
-        live = keys < kv_len
-        blocks = plt.load(table_ref.at[row, jnp.where(live, keys, 0) // block_size])
-        blocks = jnp.where(live, blocks, 0)
-        inside = live[:, None] & (columns < head_dim)[None]
-        where = (blocks[:, None], layer, head, (keys % block_size)[:, None], jnp.minimum(columns, head_dim - 1)[None])
-        k = plt.load(k_ref.at[where], mask=inside, other=0.0)  # [tile_kv, head_dim]
-        v = plt.load(v_ref.at[where], mask=inside, other=0.0)
-        scores = plt.dot(q, k, trans_b=True, precision=precision) * scale  # [size, tile_kv] float32
-        scores = jnp.where((keys[None] <= positions[:, None]) & live[None], scores, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        decay, weights = jnp.exp(peak - new_peak), jnp.exp(scores - new_peak[:, None])
-        out = out * decay[:, None] + plt.dot(weights.astype(v.dtype), v, precision=precision)
-        return new_peak, total * decay + jnp.sum(weights, axis=1), out
-
-    state = (
-        jnp.full((size,), MASKED, jnp.float32),
-        jnp.zeros((size,), jnp.float32),
-        jnp.zeros((size, tiles.head_dim), jnp.float32),
-    )
+    positions = (first_position + within)[:, None]
     last = jnp.where(start < end, jnp.minimum(first_position + tiles.tile_q, kv_len), 0)
-    _, total, out = lax.fori_loop(0, pl.cdiv(last, tiles.tile_kv), step, state)
-    out = out / jnp.where(total > 0, total, 1.0)[:, None]
-    out = out.astype(out_ref.dtype).reshape(tiles.tile_q, tiles.group, tiles.head_dim)
-    mine = (start + jnp.arange(tiles.tile_q) < end)[:, None, None]
-    plt.store(out_ref.at[head, pl.ds(start, tiles.tile_q)], out, mask=jnp.broadcast_to(mine, out.shape))
+    first = jnp.int32(0) if window is None else jnp.maximum(first_position - window + 1, 0)
+
+    def seen(keys: jax.Array) -> jax.Array:
+        causal = keys[None] <= positions
+        return causal if window is None else causal & (keys[None] > positions - window)
+
+    state = initial(tiles.size, columns.size, sinks)
+    if window is None:  # the keys that all of the tile's queries see
+        edge = lax.div(jnp.minimum(first_position + 1, last), how.tile_kv) * how.tile_kv
+        state = walk(state, q, context, (first, edge), how, whole=True)
+        first = jnp.maximum(edge, 0)
+    state = walk(state, q, context, (first, last), how, seen=seen)
+    # In the interpreter, lanes of other tiles must not name a place that another lane stores to.
+    tokens = jnp.where(is_mine, tokens, num_tokens)
+    where = (tokens[:, None], heads[:, None], columns[None])
+    plt.store(out_ref.at[where], finished(state).astype(out_ref.dtype), mask=inside)
 
 
 _KIND = partial(AttentionBackend, init_cache=init_blocks, block_bytes=block_bytes, prefers_decode_programs=True)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_blocks import KVBlocks, block_bytes, dequantise, init_blocks, quantise, write_slots
+from pallas_kernels.kv_blocks import KVBlocks, as_float32, block_bytes, init_blocks
+from pallas_kernels.kv_write import reference as kv_write
 from pallas_kernels.ragged_attention.interface import AttentionBackend, Ragged
 
 
@@ -23,7 +24,7 @@ def attend(
     max_q_len: int | None = None,
 ) -> tuple[jax.Array, KVBlocks]:
     """See `AttentionBackend`; `max_q_len` saves nothing. Memory grows with tokens x table width."""
-    cache = _write(cache, k, v, ragged.slots, layer)
+    cache = kv_write.write(k, v, cache, ragged.slots, layer=layer)
     num_tokens, block_size, kv_heads = q.shape[0], cache.k.shape[3], cache.k.shape[2]
     tokens = jnp.arange(num_tokens)
     rows = jnp.minimum(jnp.searchsorted(ragged.q_starts[1:], tokens, side="right"), ragged.kv_lens.shape[0] - 1)
@@ -34,7 +35,7 @@ def attend(
         seen &= keys > positions - window
 
     tables = jnp.where(ragged.block_tables < 0, 0, ragged.block_tables)[rows]
-    k_rows, v_rows = (x[tables, layer].swapaxes(2, 3).reshape(num_tokens, -1, *k.shape[1:]) for x in _plain(cache))
+    k_rows, v_rows = (x[tables, layer].swapaxes(2, 3).reshape(num_tokens, -1, *k.shape[1:]) for x in as_float32(cache))
     # Unseen slots may hold NaN, and 0 * NaN is NaN: they are cleared, not only weighted by 0.
     v_rows = jnp.where(seen[:, :, None, None], v_rows, 0.0)
     grouped = q.astype(jnp.float32).reshape(num_tokens, kv_heads, -1, q.shape[-1])
@@ -48,26 +49,6 @@ def attend(
     weights = jnp.where(seen[:, None, None], weights, 0.0)
     out = jnp.einsum("tkgs,tskd->tkgd", weights, v_rows, precision=lax.Precision.HIGHEST)
     return out.reshape(q.shape).astype(q.dtype), cache
-
-
-def _write(cache: KVBlocks, k: jax.Array, v: jax.Array, slots: jax.Array, layer: int | jax.Array) -> KVBlocks:
-    if cache.k_scale is None:
-        return KVBlocks(_put(cache.k, k, slots, layer), _put(cache.v, v, slots, layer))
-    (k, k_scale), (v, v_scale) = quantise(k, cache.k.dtype), quantise(v, cache.v.dtype)
-    return KVBlocks(*(_put(leaf, x, slots, layer) for leaf, x in zip(cache, (k, v, k_scale, v_scale))))
-
-
-def _put(leaf: jax.Array, values: jax.Array, slots: jax.Array, layer: int | jax.Array) -> jax.Array:
-    """leaf [num_blocks, num_layers, kv_heads, block_size, …] with values [tokens, kv_heads, …] at slots."""
-    blocks = leaf[:, layer].swapaxes(1, 2)  # [num_blocks, block_size, kv_heads, …]
-    flat = write_slots(blocks.reshape(-1, *blocks.shape[2:]), values, slots)
-    return leaf.at[:, layer].set(flat.reshape(blocks.shape).swapaxes(1, 2))
-
-
-def _plain(cache: KVBlocks) -> tuple[jax.Array, jax.Array]:
-    if cache.k_scale is None:
-        return cache.k.astype(jnp.float32), cache.v.astype(jnp.float32)
-    return dequantise(cache.k, cache.k_scale), dequantise(cache.v, cache.v_scale)
 
 
 BACKEND = AttentionBackend("reference", init_blocks, block_bytes, attend)

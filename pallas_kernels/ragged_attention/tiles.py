@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from pallas_kernels.ragged_attention.interface import AttentionShape
+from pallas_kernels.attention import AttentionShape
+from pallas_kernels.triton import power_of_two
 
 
 class XlaTiles(NamedTuple):
@@ -16,14 +17,13 @@ class XlaTiles(NamedTuple):
     packed_heads: int = 4
 
 
-class TritonTiles(NamedTuple):
-    """`tile_q` query tokens by `tile_kv` cached tokens; `group` and `head_dim` padded to powers of two; Triton's
-    warps and pipeline stages."""
+class PrefillTiles(NamedTuple):
+    """`tile_q` query tokens, whose heads of a KV group make `size` packed vectors (the rest is padding), by `tile_kv`
+    cached tokens; Triton's warps and pipeline stages."""
 
     tile_q: int
+    size: int
     tile_kv: int
-    group: int
-    head_dim: int
     num_warps: int
     num_stages: int
 
@@ -35,13 +35,13 @@ def xla_tiles(num_tokens: int) -> XlaTiles:
     return XlaTiles(decode_items=16, decode_kv=64, prefill_q=min(32, num_tokens), prefill_kv=128)
 
 
-def triton_tiles(shape: AttentionShape) -> TritonTiles:
-    """Tiles of 64 packed query rows, or the group where it is larger. Reasoned (registers), not measured on a GPU."""
-    group = _power_of_two(shape.num_heads // shape.num_kv_heads)
-    head_dim = max(16, _power_of_two(shape.head_dim))
-    return TritonTiles(max(1, 64 // group), 64, group, head_dim, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
-
-
-def _power_of_two(n: int) -> int:
-    """The least one that is not below n."""
-    return 1 << (n - 1).bit_length()
+def prefill_tiles(shape: AttentionShape, itemsize: int) -> PrefillTiles:
+    """For vectors of `itemsize` bytes a number. The largest that compile without spills, not
+    measured on a GPU."""
+    group, wide = shape.num_heads // shape.num_kv_heads, power_of_two(shape.head_dim) > 128
+    if itemsize == 4:  # three products each, whose parts take many registers
+        size, tile_kv, num_warps, num_stages = (16, 16, 8, 2) if wide else (32, 32, 8, 2)
+    else:
+        size, tile_kv, num_warps, num_stages = (64, 32, 8, 3) if wide else (128, 64, 8, 3)
+    size = max(size, power_of_two(group))
+    return PrefillTiles(size // group, size, tile_kv, num_warps, num_stages)

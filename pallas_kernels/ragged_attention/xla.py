@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_blocks import SCALE_DTYPE, KVBlocks, block_bytes, is_quantised, quantise, write_slots
+from pallas_kernels.kv_blocks import SCALE_DTYPE, KVBlocks, block_bytes, is_quantised, stored_as, write_slots
+from pallas_kernels.pieces import Pieces
 from pallas_kernels.ragged_attention.interface import AttentionBackend, Ragged, Scoring
-from pallas_kernels.ragged_attention.pieces import Pieces
 from pallas_kernels.ragged_attention.tiles import XlaTiles, xla_tiles
 
 # Far below any score, yet finite: the difference of two of them is 0, not NaN.
@@ -88,10 +88,8 @@ def _in_layer(ragged: Ragged, layer: int | jax.Array, cache: KVBlocks) -> Ragged
 
 def _write(cache: KVBlocks, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVBlocks:
     """The flat cache, leaves [num_blocks * num_layers, block_size, columns], with k and v at `slots`."""
-    if cache.k_scale is None:
-        return KVBlocks(_put(cache.k, k, slots), _put(cache.v, v, slots))
-    (k, k_scale), (v, v_scale) = (quantise(x, _QUANTISED[cache.k.dtype.name]) for x in (k, v))
-    return KVBlocks(*(_put(leaf, x, slots) for leaf, x in zip(cache, (k, v, k_scale, v_scale))))
+    dtype = k.dtype if cache.k_scale is None else _QUANTISED[cache.k.dtype.name]
+    return jax.tree.map(lambda leaf, x: _put(leaf, x, slots), cache, stored_as(k, v, dtype))
 
 
 def _put(cached: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:

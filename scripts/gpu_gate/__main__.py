@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from scripts.gpu_gate.target import TARGETS, cuda_directory, environment, missin
 
 ROOT = Path(__file__).parent.parent.parent
 CASE_TIMEOUT_S = 300
+Run = Callable[[int], tuple[list[dict[str, Any]], str]]
 UNKNOWN = 3
 
 
@@ -34,7 +36,8 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for provider in options.provider or PROVIDERS:
         for target in options.target or TARGETS:
-            for result in run_group(provider, target, options, deadline):
+            run = partial(_run_process, provider, target, options, deadline)
+            for result in run_group(run, {"op": provider, "target": target}, lambda: time.monotonic() < deadline):
                 results.append(result)
                 print(report.line(result), flush=True)
     if options.json:
@@ -58,31 +61,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_group(provider: str, target: str, options: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:
-    """Results of a provider's cases. After a crash or a hang, that case has failed and a new process does the rest."""
-    num_tried, done = 0, False
-    while not done:
-        with tempfile.TemporaryDirectory(prefix="gpu_gate_") as work:
-            lines, problem = _run_process(provider, target, num_tried, options, Path(work), deadline)
-        done = bool(lines) and "done" in lines[-1]
+def run_group(run: Run, group: dict[str, str], has_time: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Results of a provider's cases. After a crash or a hang that case has failed, and a new process does the rest.
+
+    `run(n)` tries all cases but the first n, and gives the lines of `group` and how the process ended.
+    """
+    num_tried = 0
+    while True:
+        lines, ending = run(num_tried)
         finished = [line for line in lines if "status" in line]
         yield from finished
-        num_tried += len(finished)
-        if done:
+        if lines and "done" in lines[-1]:
             return
-        started = lines[-1] if lines and "status" not in lines[-1] else None
-        identity = started or {"op": provider, "backend": "-", "target": target, "shape": "-"}
-        late = time.monotonic() >= deadline
-        yield identity | {"status": "unfinished" if late else "crashed", "reasons": [problem]}
-        num_tried += 1
+        begun = lines[-1] if lines and "status" not in lines[-1] else None
+        identity = begun or {"backend": "-", "shape": "-"} | group
+        yield identity | {"status": "crashed" if has_time() else "unfinished", "reasons": [ending]}
         # Without a case to blame, or without time, trying again would not end.
-        done = started is None or late
+        if begun is None or not has_time():
+            return
+        num_tried += len(finished) + 1
 
 
 def _run_process(
-    provider: str, target: str, num_tried: int, options: argparse.Namespace, work: Path, deadline: float
+    provider: str, target: str, options: argparse.Namespace, deadline: float, num_tried: int
 ) -> tuple[list[dict[str, Any]], str]:
-    """The lines that a process wrote, and why it ended."""
+    """The lines that a process wrote, and how it ended."""
+    with tempfile.TemporaryDirectory(prefix="gpu_gate_") as work:
+        return _run_in(Path(work), provider, target, options, deadline, num_tried)
+
+
+def _run_in(
+    work: Path, provider: str, target: str, options: argparse.Namespace, deadline: float, num_tried: int
+) -> tuple[list[dict[str, Any]], str]:
     cuda, dump, results = cuda_directory(), work / "dump", work / "results"
     assert cuda is not None, "`missing` has been asked"
     dump.mkdir()

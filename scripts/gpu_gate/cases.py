@@ -30,7 +30,7 @@ class Case:
     `kernels` maps the name of each kernel that must be there to what it must use: groups of names from
     `reading.INSTRUCTIONS`, of each group at least one. `cache` is the position of the argument that is the KV cache:
     all of it must be aliased with an output, and no copy may be as large as one layer of its largest leaf, which holds
-    `num_layers`. A program that has no kernel of its own names none, and XLA's are looked at.
+    `num_layers`. XLA's own kernels are not judged.
     A case with `refused` is recorded with that reason and not compiled. `quick` ones make up the short gate.
     """
 

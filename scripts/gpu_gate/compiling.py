@@ -4,6 +4,7 @@ Runs in a process that has `target.environment`'s variables since before JAX was
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from scripts.gpu_gate import mosaic, reading
 from scripts.gpu_gate.cases import Case, Program
-from scripts.gpu_gate.target import TARGETS, target_config
+from scripts.gpu_gate.target import TARGETS, jax_triton_dump, target_config
 
 AXIS = "tp"
 PTXAS_TIMEOUT_S = 120
@@ -41,8 +42,8 @@ class Kernel(NamedTuple):
 class Compiled(NamedTuple):
     """What came out, on one device.
 
-    `kernels` are those that the case names and Mosaic's; all of a case that names none. `new_arrays` are
-    those of the whole program, `cache_bytes` is the whole KV cache, `layer_bytes` one layer of its largest leaf.
+    `kernels` are those that the case names, and Mosaic's and jax-triton's. `new_arrays` are those of the whole program,
+    `cache_bytes` is the whole KV cache, `layer_bytes` one layer of its largest leaf.
     """
 
     kernels: tuple[Kernel, ...]
@@ -65,6 +66,7 @@ def compile_case(case: Case, ptxas: Path, dump: Path) -> Compiled:
     arguments = _placed(program.arguments, mesh)
     for file in dump.iterdir():
         file.unlink()
+    shutil.rmtree(jax_triton_dump(dump), ignore_errors=True)
     start = time.perf_counter()
     with use_abstract_mesh(mesh.abstract_mesh):
         lowered = _jitted(program).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -76,7 +78,7 @@ def compile_case(case: Case, ptxas: Path, dump: Path) -> Compiled:
     thunks = "".join(file.read_text() for file in dump.glob("*thunk_sequence.txt"))
     arch = TARGETS[case.target].ptxas_arch
     kernels = _xla_kernels(dump, reading.dynamic_shared_bytes(thunks), ptxas, arch, tuple(case.kernels))
-    kernels += mosaic.kernels(lowered, said[0])
+    kernels += mosaic.kernels(lowered, said[0]) + _jax_triton_kernels(jax_triton_dump(dump), ptxas, arch)
     memory = compiled.memory_analysis()
     cache_bytes, layer_bytes = _cache_sizes(case, arguments)
     return Compiled(
@@ -131,15 +133,28 @@ def _cache_sizes(case: Case, arguments: Any) -> tuple[int, int]:
 def _xla_kernels(
     dump: Path, shared: dict[str, int], ptxas: Path, arch: str, names: tuple[str, ...]
 ) -> list[tuple[reading.Usage, str, int]]:
-    """Usage, PTX and dynamic shared memory of XLA's kernels called one of `names`, or of all where there are none."""
+    """Usage, PTX and dynamic shared memory of the kernels called one of `names` in XLA's dumps."""
     found = []
     for file in sorted(dump.glob("*.ptx")):
         ptx = file.read_text()
         bodies = reading.kernel_bodies(ptx)
-        if not bodies or (names and not any(reading.is_called(body, name) for body in bodies for name in names)):
+        if not any(reading.is_called(body, name) for body in bodies for name in names):
             continue
         for usage in reading.ptxas_usage(_run_ptxas(ptxas, arch, file)):
             found.append((usage, bodies[usage.kernel], shared.get(usage.kernel, 0)))
+    return found
+
+
+def _jax_triton_kernels(dump: Path, ptxas: Path, arch: str) -> list[tuple[reading.Usage, str, int]]:
+    """The same of what jax-triton compiled while the program was lowered: XLA sees none of it.
+
+    It compiles a kernel once a process, so cases of one provider must differ in their kernels.
+    """
+    found = []
+    for file in sorted(dump.glob("*/*.ptx")):
+        ptx, (usage,) = file.read_text(), reading.ptxas_usage(_run_ptxas(ptxas, arch, file))
+        launched = file.with_suffix(".compile_info").read_text()
+        found.append((usage, reading.kernel_bodies(ptx)[usage.kernel], reading.jax_triton_shared_bytes(launched)))
     return found
 
 

@@ -52,9 +52,10 @@ def _calls(lowered: Any) -> dict[bytes, int]:
 
 def _dynamic_shared_bytes(ir: Any, module: bytes) -> int:
     """The last operand of `gpu.launch`."""
+    from jax.interpreters.mlir import make_ir_context
     from jaxlib.mosaic.python import mosaic_gpu
 
-    context = ir.Context()
+    context = make_ir_context()  # one that knows the memory spaces of GPUs
     context.allow_unregistered_dialects = True
     context.load_all_available_dialects()
     mosaic_gpu.register_dialect(context)

@@ -91,6 +91,12 @@ def dynamic_shared_bytes(text: str) -> dict[str, int]:
     return {name: int(num_bytes) for name, num_bytes in found}
 
 
+def jax_triton_shared_bytes(text: str) -> int:
+    """The shared memory of a kernel's launch, from what jax-triton notes beside it."""
+    found = re.search(r"shared_mem_bytes:\s*(\d+)", text)
+    return int(found[1]) if found else 0
+
+
 def new_arrays(hlo: str) -> list[NewArray]:
     """What optimised HLO writes other than in place, largest first: a copy of the KV cache is among them, however made.
 

@@ -62,7 +62,7 @@ def write_page(path: Path, results: list[dict[str, Any]]) -> None:
 
 def tables(results: list[dict[str, Any]]) -> str:
     """Kernels, then whole programs, then what was refused or failed, as Markdown."""
-    kernels = [result for result in results if result.get("kernels") and result["op"] != "step"]
+    kernels = [result for result in results if result.get("kernels")]
     programs = [result for result in results if "thunks" in result and result["cache_bytes"]]
     others = [result for result in results if result["status"] != "ok"]
     parts = [
@@ -80,7 +80,7 @@ def tables(results: list[dict[str, Any]]) -> str:
         "\n### Refused or failed\n",
         "| GPU | op | backend | shape | status | reason |",
         "|---|---|---|---|---|---|",
-        *(_reason_row(result) for result in others),
+        *_reason_rows(others),
         "",
     ]
     return "\n".join(parts)
@@ -114,6 +114,14 @@ def _program_row(result: dict[str, Any]) -> str:
     return f"| {result['target']} | {result['op']} {result['backend']} | {result['shape']} | {cells} | {thunks} |"
 
 
-def _reason_row(result: dict[str, Any]) -> str:
-    cells = (result[name] for name in ("target", "op", "backend", "shape", "status"))
-    return f"| {' | '.join(cells)} | {'; '.join(result['reasons']).replace('|', '/')} |"
+def _reason_rows(results: list[dict[str, Any]]) -> list[str]:
+    """One row for all shapes that share a reason."""
+    shapes: dict[tuple[str, ...], list[str]] = {}
+    for result in results:
+        identity = tuple(result[name] for name in ("target", "op", "backend", "status"))
+        reason = "; ".join(result["reasons"]).replace("|", "/")
+        shapes.setdefault((*identity, reason), []).append(result["shape"])
+    return [
+        f"| {target} | {op} | {backend} | {'; '.join(found)} | {status} | {reason} |"
+        for (target, op, backend, status, reason), found in shapes.items()
+    ]

@@ -97,7 +97,7 @@ def cuda_directory() -> Path | None:
 
 def missing() -> str | None:
     """What the gate lacks here, in words, or None."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
     if cuda_directory() is None:
         return "nvidia-cuda-nvcc and nvidia-nvvm are not installed"
@@ -115,4 +115,10 @@ def environment(directory: Path, dump: Path) -> dict[str, str]:
     )
     # Mosaic prints its PTX and what ptxas says of it to file descriptor 1.
     mosaic = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), **mosaic}
+    triton = {"JAX_TRITON_DUMP_DIR": str(jax_triton_dump(dump))}
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), **mosaic, **triton}
+
+
+def jax_triton_dump(dump: Path) -> Path:
+    """Where jax-triton leaves a directory for each kernel that it compiles."""
+    return dump.with_name(f"{dump.name}-jax-triton")

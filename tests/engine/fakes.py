@@ -1,5 +1,8 @@
 """A device and a vocabulary simple enough to reason about: 64 tokens, the next token follows from the last one."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -212,3 +215,28 @@ def num_preemptions(engine, **labels) -> int:
     (family,) = engine.metrics.preemptions.collect()
     samples = [sample for sample in family.samples if sample.name.endswith("_total")]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def build_counting(config: EngineConfig, **options) -> Engine:
+    """The counting engine, for a process of its own: `functools.partial(build_counting, step_s=0.05)` can be sent."""
+    step_s = options.pop("step_s", 0.0)
+    crash_at, die_at = options.pop("crash_at_plan", None), options.pop("die_at_plan", None)
+    engine = make_engine(**options)
+    collect = engine.runner.collect
+    engine.runner.die_at_plan = die_at
+
+    def slow_collect(handle):
+        if crash_at is not None and engine.state.in_flight[0].plan_id >= crash_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(step_s)
+        return collect(handle)
+
+    engine.runner.collect = slow_collect
+    return engine
+
+
+def build_tiny(config: EngineConfig) -> Engine:
+    """A real runner with the tiny model, for a process of its own."""
+    runner = tiny.make_runner()
+    runner.warm_up()
+    return Engine(config, tiny.SCHEDULER, runner, TinyTokenizer())

@@ -121,8 +121,10 @@ def quantised(x: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """x [..., head_dim] as `kv_dtype` and scales [...], in numpy. NaN stays in the scale alone, as types without NaN
     can't hold it."""
     x, limit = x.astype(np.float32), np.float32({"int8": 127, "float8_e4m3fn": 448}[kv_dtype])
-    scale = np.abs(x).max(-1) / limit
-    scaled = np.nan_to_num(x / np.where(scale == 0, 1, scale)[..., None]).clip(-limit, limit)
+    scale = np.abs(x).max(-1) * np.float32(1 / float(limit))
+    scaled = np.nan_to_num(x * (np.float32(1) / np.where(scale == 0, np.float32(1), scale))[..., None]).clip(
+        -limit, limit
+    )
     return (np.rint(scaled) if kv_dtype == "int8" else scaled).astype(jnp.dtype(kv_dtype)), scale
 
 

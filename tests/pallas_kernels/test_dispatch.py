@@ -85,7 +85,7 @@ def test_a_wish_that_cannot_run_is_refused_with_its_reason():
 
 
 def test_an_unknown_wish_names_the_known_ones():
-    with pytest.raises(ValueError, match="no backend 'flash'; it has pallas_triton, native, xla"):
+    with pytest.raises(ValueError, match="no backend 'flash'; it has pallas_mosaic, pallas_triton, native, xla"):
         choose(wish="flash")
 
 

@@ -15,7 +15,7 @@ from tests.pallas_kernels.cases import MIXES, NUM_BLOCKS, TOKENS, expected, make
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=16)
 NATIVE = pytest.param(native.BACKEND, marks=pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())))
 BACKENDS = [xla.BACKEND, pallas_triton.INTERPRETED, NATIVE]
-VARIANT_BACKENDS = [reference.BACKEND, xla.BACKEND]
+VARIANT_BACKENDS = [reference.BACKEND, xla.BACKEND, pallas_triton.INTERPRETED]
 SINKS = np.linspace(-1, 3, SHAPE.num_heads, dtype=np.float32)
 VARIANTS = {
     "a window": {"window": 20},

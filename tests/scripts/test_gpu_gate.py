@@ -1,15 +1,19 @@
 """The gate's reader on what compilers really said, and its judge on what must not pass."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.gpu_gate import reading, report
+from scripts.gpu_gate.__main__ import run_group
 from scripts.gpu_gate.cases import TENSOR_CORES, Case
 from scripts.gpu_gate.compiling import Compiled, Kernel
 from scripts.gpu_gate.judging import violations
-from scripts.gpu_gate.target import TARGETS, environment, target_config
+from scripts.gpu_gate.target import TARGETS, environment, missing, target_config
 
+ROOT = Path(__file__).parent.parent.parent
 LAYER_BYTES = 64 * 16 * 8 * 128 * 2
 
 
@@ -146,3 +150,55 @@ def test_a_page_without_the_marks_is_refused(tmp_path):
     page.write_text("nothing here")
     with pytest.raises(ValueError, match="no section"):
         report.write_page(page, [])
+
+
+def test_shapes_that_share_a_reason_share_a_row():
+    identity = {"op": "o", "backend": "b", "target": "h200", "status": "refused", "reasons": ["too wide"]}
+    text = report.tables([identity | {"shape": shape} for shape in ("s1", "s2")])
+    assert "| h200 | o | b | s1; s2 | refused | too wide |" in text
+
+
+def play(runs, has_time=lambda: True):
+    """Results where each process writes the next lines of `runs`; and what the processes were told to skip."""
+    skipped = []
+
+    def run(num_tried):
+        skipped.append(num_tried)
+        return runs[len(skipped) - 1], "killed"
+
+    return list(run_group(run, {"op": "group", "target": "h200"}, has_time)), skipped
+
+
+A, B, C, DONE = {"shape": "a"}, {"shape": "b"}, {"shape": "c"}, {"done": True}
+OK = {"status": "ok", "reasons": []}
+
+
+def test_a_case_that_kills_its_process_is_blamed_and_the_rest_is_tried():
+    results, skipped = play([[A, A | OK, B], [C, C | OK, DONE]])
+    assert [(result["shape"], result["status"]) for result in results] == [("a", "ok"), ("b", "crashed"), ("c", "ok")]
+    assert skipped == [0, 2]
+
+
+def test_a_process_that_dies_before_its_first_case_is_not_started_again():
+    results, skipped = play([[]])
+    assert results == [
+        {"op": "group", "target": "h200", "backend": "-", "shape": "-", "status": "crashed", "reasons": ["killed"]}
+    ]
+    assert skipped == [0]
+
+
+def test_when_the_time_is_up_the_case_is_unfinished_not_wrong():
+    results, skipped = play([[A]], has_time=lambda: False)
+    assert [result["status"] for result in results] == ["unfinished"]
+    assert skipped == [0]
+
+
+@pytest.mark.skipif(missing() is None, reason="the wheels are here")
+def test_without_the_wheels_it_says_so_in_a_line_and_its_exit_code():
+    done = subprocess.run([sys.executable, "-m", "scripts.gpu_gate"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stdout == f"gpu gate: it cannot run: {missing()}\n"
+
+
+def test_jax_tritons_shared_memory_is_read_from_its_note():
+    assert reading.jax_triton_shared_bytes("quant_matmul: shared_mem_bytes: 16512\n") == 16512

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.quant_matmul import Int4Weight, QuantBackend, QuantNeed
 from pallas_kernels.quant_matmul.choice import CANDIDATES
-from pallas_kernels.quant_matmul.shapes import MODELS, TOKENS, QuantShape
+from pallas_kernels.quant_matmul.shapes import MODELS, TOKENS
 from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program, struct
 from scripts.gpu_gate.target import TARGETS
 
@@ -29,20 +29,21 @@ def cases(target: str) -> Iterable[Case]:
                     backend=candidate.backend.name,
                     target=target,
                     shape=f"{name}, tokens: {num_tokens}, bfloat16",
-                    build=partial(_program, candidate.backend, shape, num_tokens),
+                    build=partial(_program, candidate.backend, need),
                     kernels={"quant_matmul": (TENSOR_CORES,)},
                     refused=candidate.refuse(need),
                     quick=name == QUICK and num_tokens in (1, 64),
                 )
 
 
-def _program(backend: QuantBackend, shape: QuantShape, num_tokens: int, mesh: Mesh) -> Program:
-    groups = (shape.num_in // shape.group_size, shape.num_out)
+def _program(backend: QuantBackend, need: QuantNeed, mesh: Mesh) -> Program:
+    groups = (need.num_in // need.group_size, need.num_out)
     weight = Int4Weight(
-        struct((shape.num_in // 2, shape.num_out), jnp.uint8),
+        struct((need.num_in // 2, need.num_out), jnp.uint8),
         struct(groups, jnp.float16),
         struct(groups, jnp.uint8),
         None,
-        platform="gpu",
+        platform=need.platform,
+        capability=need.capability,
     )
-    return Program(backend.multiply, (struct((num_tokens, shape.num_in), jnp.bfloat16), weight))
+    return Program(backend.multiply, (struct((need.num_tokens, need.num_in), need.dtype), weight))

@@ -17,12 +17,16 @@ from scripts.gpu_gate.target import TARGETS
 NUM_TOKENS, NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, NUM_LAYERS = 512, 64, 2048, 256, 4
 QUICK = "llama-3.1-8b"
 DTYPES = ("bfloat16", "float32")
-BACKENDS = ("pallas_triton",)
+# Each backend's kernels, and what its half-precision products must use: groups of which one is enough.
+KERNELS = {
+    "pallas_mosaic": dict.fromkeys(("ragged_attention_mosaic", "paged_attention_mosaic"), (("wgmma",), ("tma",))),
+    "pallas_triton": {"ragged_attention": (TENSOR_CORES,)},
+}
 
 
 def cases(target: str) -> Iterable[Case]:
     for candidate in dispatch.CANDIDATES["ragged_attention"]:
-        if candidate.backend.name not in BACKENDS:
+        if candidate.backend.name not in KERNELS:
             continue
         for name, shape in MODELS.items():
             for dtype in DTYPES:
@@ -32,8 +36,7 @@ def cases(target: str) -> Iterable[Case]:
                     target=target,
                     shape=f"{name} {dtype}",
                     build=partial(_program, candidate.backend, shape, dtype),
-                    # float32 products are exact, so not for tensor cores.
-                    kernels={"ragged_attention": (TENSOR_CORES,) if dtype != "float32" else ()},
+                    kernels=_kernels(candidate.backend.name, dtype),
                     cache=3,
                     num_layers=NUM_LAYERS,
                     refused=candidate.refuse(
@@ -41,6 +44,11 @@ def cases(target: str) -> Iterable[Case]:
                     ),
                     quick=name == QUICK and dtype == "bfloat16",
                 )
+
+
+def _kernels(backend: str, dtype: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """float32 products are exact, so not for tensor cores."""
+    return {name: () if dtype == "float32" else needed for name, needed in KERNELS[backend].items()}
 
 
 def _program(backend: Any, shape: AttentionShape, dtype: str, mesh: Mesh) -> Program:
