@@ -17,7 +17,6 @@ from serving.service import service_of
 log = logging.getLogger(__name__)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-PACKAGES = ("pagedjax", "serving", "pallas_kernels")
 MAX_ADMIN_BODY_BYTES = 4096
 
 
@@ -35,12 +34,12 @@ async def queue(request: Request) -> Response:
     """The requests that are being answered, oldest first, and sequences by tenant."""
     service = service_of(request)
     service.check_loaded()
-    state = service.engine.state()
-    running: dict[str, int] = {}
-    for sequence in state.running:
-        running[sequence.request.tenant] = running.get(sequence.request.tenant, 0) + 1
-    waiting = {tenant: line.num_requests for tenant, line in state.waiting.queues.items()}
-    tenants = {name: {"running": running.get(name, 0), "waiting": waiting.get(name, 0)} for name in running | waiting}
+    load = service.engine.load()
+    running = load.running
+    waiting = {tenant: line.num_requests for tenant, line in load.waiting.queues.items()}
+    tenants = {
+        name: {"running": running.get(name, 0), "waiting": waiting.get(name, 0)} for name in {**running, **waiting}
+    }
     return json_response({"requests": service.active.listing(), "tenants": tenants})
 
 
@@ -74,8 +73,7 @@ async def log_level(request: Request) -> Response:
         level = fields.required(fields.known_fields(body, {"level": fields.string}), "level")
         if level not in LOG_LEVELS:
             raise RequestError(f"level must be one of {', '.join(LOG_LEVELS)}", param="level")
-        for package in PACKAGES:
-            logging.getLogger(package).setLevel(level.upper())
+        await service_of(request).engine.set_log_level(level)
     shown = logging.getLevelName(logging.getLogger("serving").getEffectiveLevel()).lower()
     return json_response({"level": shown})
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from pagedjax.core.structure import MAX_GRAMMAR_BYTES
+from pagedjax.engine.outputs import EngineError
 from serving import dashboard, tools
 from serving.errors import json_response
 from serving.guard import operators_only
@@ -46,15 +47,23 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     text = generate_latest(service.http_metrics.registry)
     if not service.is_loading():
-        text += generate_latest(service.engine.metrics.registry)
+        text += await _engine_metrics(service)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _engine_metrics(service: Service) -> bytes:
+    """Nothing of an engine that has gone with its process: what the server knows itself is then all there is."""
+    try:
+        return await service.engine.render_metrics()
+    except EngineError:
+        return b""
 
 
 @operators_only
 async def state(request: Request) -> Response:
     service = service_of(request)
     service.check_loaded()
-    return json_response(service.snapshots.latest(), headers={"cache-control": "no-store"})
+    return json_response(await service.snapshots.latest(), headers={"cache-control": "no-store"})
 
 
 async def page(request: Request) -> Response:

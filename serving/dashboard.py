@@ -41,11 +41,13 @@ class Snapshots:
         self._taken_s = float("-inf")
         self._latest: dict[str, Any] = {}
 
-    def latest(self) -> dict[str, Any]:
+    async def latest(self) -> dict[str, Any]:
         now_s = time.monotonic()
         if now_s - self._taken_s > MAX_AGE_S:
-            self._latest, self._taken_s = picture(self._engine.state()), now_s
-        return self._latest
+            # Whoever asks meanwhile gets the one before, if there is one.
+            self._taken_s = now_s
+            self._latest = await self._engine.ask(picture)
+        return self._latest or await self._engine.ask(picture)
 
 
 def picture(state: State) -> dict[str, Any]:

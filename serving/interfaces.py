@@ -1,10 +1,9 @@
 """What serving needs of an engine: the shape of `pagedjax.engine.async_engine.AsyncEngine` and of the tests' fake."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from pagedjax.core.request import Logprob, SamplingParams
 from pagedjax.core.state import State
@@ -12,8 +11,10 @@ from pagedjax.core.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from pagedjax.engine.async_engine import AsyncEngine
+    from pagedjax.engine.load import Load
     from pagedjax.engine.submission import Submission
 
+T = TypeVar("T")
 TokenLogprobs = Mapping[int, Logprob]
 
 
@@ -70,16 +71,13 @@ class Stream(Protocol):
     def abort(self, outcome: str = "abort") -> None: ...
 
 
-class Metrics(Protocol):
-    @property
-    def registry(self) -> CollectorRegistry: ...
-
-
 class Engine(Protocol):
     """`prepare` is safe on any thread.
 
-    `is_alive` says whether the step loop is there, `step_age_s` how long ago its last step was while there is work.
     `submit_all` takes all or none: RequestError at once for what can never run, and when it is full or draining.
+    `load` is what waited and ran after the latest step. `ask` takes a function that can be imported, since the state
+    may be in another process; `render_metrics` gives Prometheus' text. `is_alive` says whether the step loop is there,
+    `step_age_s` how long ago its last step was while there is work.
     """
 
     @property
@@ -90,8 +88,6 @@ class Engine(Protocol):
     def created(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
-    @property
-    def metrics(self) -> Metrics: ...
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     def prepare(
@@ -107,7 +103,10 @@ class Engine(Protocol):
         pooling: Literal["last", "mean"] | None = None,
     ) -> "Submission": ...
     def submit_all(self, requests: "Sequence[Submission]") -> Sequence[Stream]: ...
-    def state(self) -> State: ...
+    def load(self) -> "Load": ...
+    async def ask(self, question: Callable[[State], T]) -> T: ...
+    async def render_metrics(self) -> bytes: ...
+    async def set_log_level(self, level: str) -> None: ...
     def is_ready(self) -> bool: ...
     def is_full(self) -> bool: ...
     def is_alive(self) -> bool: ...

@@ -176,12 +176,11 @@ class Service:
             raise RequestError(message, param="priority", code="priority_not_allowed")
         if key.queue_share == 1:
             return
-        state = self.engine.state()
+        load = self.engine.load()
         num_new = sum(submission.params.num_samples for submission in submissions)
         # Counted from what is being answered: the engine may not have seen the latest yet.
-        num_running = sum(sequence.request.tenant == tenant for sequence in state.running)
-        num_waiting = self.active.num_sequences(tenant) - num_running
-        most = max(1, int(state.config.max_queued_requests * key.queue_share))
+        num_waiting = self.active.num_sequences(tenant) - load.running.get(tenant, 0)
+        most = max(1, int(load.config.max_queued_requests * key.queue_share))
         if num_waiting + num_new > most:
             message = f"The queue of tenant {tenant} is full: your key may fill {most} of its places."
             raise RequestError(message, code="queue_full")

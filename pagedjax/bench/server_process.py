@@ -1,5 +1,6 @@
 """A `pagedjax serve` of our own for the length of a run."""
 
+import difflib
 import signal
 import socket
 import subprocess
@@ -10,9 +11,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from typing import Any
 
 from pagedjax.core.errors import ConfigError
+from pagedjax.engine.config import EngineConfig
 
 _POLL_S = 0.2
 _DRAIN_S = 15.0
@@ -35,7 +38,9 @@ def serving(model: str, options: Mapping[str, Any], startup_timeout_s: float) ->
         )
         try:
             if not _wait_until_ready(process, url, startup_timeout_s):
-                raise ConfigError(f"{_why(process, startup_timeout_s)}; its output ends:\n{_tail(log)}")
+                output = _tail(log)
+                _check_known(options, output)
+                raise ConfigError(f"{_why(process, startup_timeout_s)}; its output ends:\n{output}")
             yield url, process.pid
         finally:
             _stop(process)
@@ -73,6 +78,17 @@ def _why(process: subprocess.Popen[bytes], timeout_s: float) -> str:
     if process.returncode is not None:
         return f"the server ended with code {process.returncode} before it was ready"
     return f"the server was not ready after {timeout_s:g} s; raise --startup-timeout"
+
+
+def _check_known(options: Mapping[str, Any], output: str) -> None:
+    """Raise ConfigError for options that the server says it does not have; only it knows all of them."""
+    _, refused, rest = output.partition("unrecognized arguments: ")
+    words = rest.split()
+    unknown = [name for name, value in options.items() if flags({name: value})[0] in words]
+    if refused and unknown:
+        close = difflib.get_close_matches(unknown[0], [field.name for field in fields(EngineConfig)], n=1)
+        hint = f"; do you mean {close[0]}?" if close else ""
+        raise ConfigError(f"--engine: pagedjax serve has no option {', '.join(unknown)}{hint} (pagedjax serve --help)")
 
 
 def _tail(log: Any) -> str:

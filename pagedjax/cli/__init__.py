@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 from pagedjax import __version__
 from pagedjax.cli import flags
 from pagedjax.cli.flags import option
+from pagedjax.cli.placement import EngineProcess, has_own_process
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine.huge_pages import restart_with_huge_pages
 
@@ -31,6 +32,9 @@ class ServeOptions:
     port: int = option(8000, "http", "port to listen on; 0 takes a free one")
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
+    engine_process: EngineProcess = option(
+        "auto", "http", "run the engine in a process of its own; auto does so beside a GPU"
+    )
     request_timeout_s: float = option(
         3600.0, "http", "seconds that a request has for its whole answer before it is ended (504); 0 is no limit"
     )
@@ -219,7 +223,7 @@ def _serve(args: argparse.Namespace) -> int:
         step_timeout_s=options.step_timeout_s,
     )
     return server.serve(
-        lambda: _engine(config),
+        lambda: _engine(config, own_process=has_own_process(options.engine_process)),
         host=options.host,
         port=options.port,
         drain_timeout_s=options.drain_timeout_s,
@@ -282,17 +286,17 @@ def _engine_config(chosen: dict[str, Any]) -> Any:
     return EngineConfig(**chosen)
 
 
-def _engine(config: Any) -> Any:
+def _engine(config: Any, *, own_process: bool = False) -> Any:
     """An engine that is not started yet."""
     from pagedjax.engine.async_engine import AsyncEngine
 
-    return AsyncEngine.from_config(config)
+    return AsyncEngine.from_config(config, own_process=own_process)
 
 
 def _log_at(level: str) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")
-    for package in ("pagedjax", "serving", "pallas_kernels"):
-        logging.getLogger(package).setLevel(level.upper())
+    from pagedjax.engine import logs
+
+    logs.log_at(level)
 
 
 def _replay(args: argparse.Namespace) -> int:

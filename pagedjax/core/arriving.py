@@ -1,9 +1,11 @@
 """Take a request into the line, or say why not."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from pagedjax.core import waiting as lines
-from pagedjax.core.config import num_blocks_for
+from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.effects import Effect, Reject
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.events import Arrived
@@ -47,7 +49,26 @@ def _check_request(state: State, request: Request) -> None:
         raise SchedulerError(f"sequence {sequence_id} is here already")
 
 
-def refusal(state: State, request: Request) -> Reject | None:
+class Line(Protocol):
+    """Those who wait, in sequences and tokens, and by tenant."""
+
+    def __len__(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def queues(self) -> Mapping[str, Queue]: ...
+
+
+class Door(Protocol):
+    """What decides whether a request may be queued: a State, or the part of one."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+    @property
+    def waiting(self) -> Line: ...
+
+
+def refusal(state: Door, request: Request) -> Reject | None:
     """Why the request can never run or must not be queued, or None."""
     config, total = state.config, request.prompt_len + request.max_tokens
     if total > config.max_model_len:
@@ -68,12 +89,12 @@ def refusal(state: State, request: Request) -> Reject | None:
     return _queue_refusal(state, request)
 
 
-def refused_param(state: State, request: Request) -> str:
+def refused_param(state: Door, request: Request) -> str:
     """The field to blame for a refusal: what the request asks for beyond its prompt, if that alone would be taken."""
     return "prompt" if refusal(state, request._replace(max_tokens=1)) else "max_tokens"
 
 
-def _queue_refusal(state: State, request: Request) -> Reject | None:
+def _queue_refusal(state: Door, request: Request) -> Reject | None:
     """Why the request must not be queued: the line, or its tenant's share of it, has no room."""
     config, waiting = state.config, state.waiting
     max_requests, max_tokens = config.queue_share(request.tenant)

@@ -42,12 +42,13 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     with load.open_checkpoint(path) as checkpoint:
         model_config = checkpoint.config
         encodings = frozenset(checkpoint.encodings.values())
+        # What can be refused is, before anything that takes long.
+        asked_dtype, config = config.dtype, resolve(config, model_config, platform=jax.default_backend())
+        dtype = load.DTYPES[config.dtype]
+        choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
+        backend = choose_attention(config, model_config)
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     tokenizer.check_fits(model_config.vocab_size)
-    asked_dtype, config = config.dtype, resolve(config, model_config, platform=jax.default_backend())
-    dtype = load.DTYPES[config.dtype]
-    choice = choose_layout(config.quantization, asked_dtype=asked_dtype, dtype=dtype, encodings=encodings)
-    backend = choose_attention(config, model_config)
     cache_dtype = jnp.dtype(KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype))
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, cache_dtype)
     weights: list[PackedWeight] = []

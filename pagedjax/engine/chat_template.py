@@ -32,6 +32,10 @@ class ChatTemplate:
         self._sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process it goes as its source, and is compiled there."""
+        return ChatTemplate, (self._sources, self._special_tokens)
+
     @property
     def text(self) -> str:
         """The source of all templates together."""

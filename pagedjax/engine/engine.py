@@ -114,6 +114,10 @@ class Engine:
             cache_salt=cache_salt,
             pooling=pooling,
         )
+        return self.with_grammar(request)
+
+    def with_grammar(self, request: Submission) -> Submission:
+        """The request with its grammar compiled, if it has one; safe on any thread. Raises RequestError."""
         wish = request.params.structured_outputs
         return request if wish is None else request._replace(grammar=self._grammars.compile(wish))
 

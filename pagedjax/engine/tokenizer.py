@@ -23,6 +23,7 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._backend, self._chat_template, self.bos_token_id, self.eos_token_ids = vocabulary
         self._bytes = token_bytes(self._backend)
         self._max_token_bytes = max(map(len, self._bytes), default=0)
@@ -33,6 +34,10 @@ class Tokenizer:
         outside = [i for i in special if i is not None and not 0 <= i < self.vocab_size]
         if outside:
             raise ConfigError(f"the tokenizer's special ids {outside} lie outside its vocabulary of {self.vocab_size}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process it goes as its parts."""
+        return Tokenizer, (self._vocabulary,)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> "Tokenizer":

@@ -457,5 +457,6 @@ def _store(consumer: _Consumer, piece: Piece, head: jax.Array, state: Softmax, o
         plgpu.wait_smem_to_gmem(0)
 
 
-BACKEND = AttentionBackend("pallas_mosaic", init_blocks, block_bytes, attend)
-INTERPRETED = AttentionBackend("pallas_mosaic_interpret", init_blocks, block_bytes, attend_interpreted)
+_KIND = partial(AttentionBackend, init_cache=init_blocks, block_bytes=block_bytes, prefers_decode_programs=True)
+BACKEND = _KIND("pallas_mosaic", attend=attend)
+INTERPRETED = _KIND("pallas_mosaic_interpret", attend=attend_interpreted)

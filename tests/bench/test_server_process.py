@@ -14,6 +14,8 @@ PLAY = """#!{python}
 import http.server, socketserver, sys
 if "broken" in sys.argv:
     print("no such model"); sys.exit(3)
+if "--max-num-seq" in sys.argv:
+    print("pagedjax: error: unrecognized arguments: --max-num-seq 4"); sys.exit(2)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if "never" in sys.argv else 200)
@@ -50,6 +52,14 @@ def test_the_server_runs_for_as_long_as_it_is_needed():
 )
 def test_a_server_that_does_not_come_up_is_reported_with_its_output(model, timeout_s, complaint):
     with pytest.raises(ConfigError, match=complaint), serving(model, {}, startup_timeout_s=timeout_s):
+        pytest.fail("it cannot be ready")
+
+
+@pytest.mark.usefixtures("played")
+def test_an_option_that_the_server_does_not_have_is_told_by_its_name_here():
+    complaint = r"--engine: pagedjax serve has no option max_num_seq; do you mean max_num_seqs\?"
+    options = {"dtype": "float32", "max_num_seq": 4}
+    with pytest.raises(ConfigError, match=complaint), serving("tiny", options, startup_timeout_s=20):
         pytest.fail("it cannot be ready")
 
 

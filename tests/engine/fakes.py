@@ -1,5 +1,8 @@
 """A device and a vocabulary simple enough to reason about: 64 tokens, the next token follows from the last one."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -228,3 +231,28 @@ def run(engine, prompt, sampling, request_id="r"):
         most = max(most, len(engine.state.pool.counts))
     assert not engine.state.pool.counts and not engine.runner.tokens
     return output, most
+
+
+def build_counting(config: EngineConfig, **options) -> Engine:
+    """The counting engine, for a process of its own: `functools.partial(build_counting, step_s=0.05)` can be sent."""
+    step_s = options.pop("step_s", 0.0)
+    crash_at, die_at = options.pop("crash_at_plan", None), options.pop("die_at_plan", None)
+    engine = make_engine(**options)
+    collect = engine.runner.collect
+    engine.runner.die_at_plan = die_at
+
+    def slow_collect(handle):
+        if crash_at is not None and engine.state.in_flight[0].plan_id >= crash_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(step_s)
+        return collect(handle)
+
+    engine.runner.collect = slow_collect
+    return engine
+
+
+def build_tiny(config: EngineConfig) -> Engine:
+    """A real runner with the tiny model, for a process of its own."""
+    runner = tiny.make_runner()
+    runner.warm_up()
+    return Engine(config, tiny.SCHEDULER, runner, TinyTokenizer())

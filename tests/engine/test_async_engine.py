@@ -30,6 +30,14 @@ def with_engine(scenario, **options):
     return asyncio.run(main())
 
 
+def hold_up(engine) -> threading.Event:
+    """The step loop stands still at the next request, until the event is set."""
+    inner, busy = engine._link.engine, threading.Event()
+    add = inner.add
+    inner.add = lambda request: busy.wait(10) and add(request)
+    return busy
+
+
 async def text(stream) -> str:
     return "".join([delta.text async for delta in stream])
 
@@ -79,7 +87,7 @@ def test_of_several_requests_all_are_queued_or_none():
 
 def test_a_failing_step_is_not_noticed():
     async def scenario(engine):
-        engine._engine.runner.fail_at_plan = 2
+        engine._link.engine.runner.fail_at_plan = 2
         texts = await asyncio.gather(*(text(engine.submit("abc", PARAMS)) for _ in range(3)))
         return texts, engine.is_alive()
 
@@ -88,7 +96,7 @@ def test_a_failing_step_is_not_noticed():
 
 def test_a_lost_device_ends_every_stream_with_our_error_and_the_engine_says_so():
     async def scenario(engine):
-        engine._engine.runner.die_at_plan = 2
+        engine._link.engine.runner.die_at_plan = 2
         streams = [engine.submit("abc", PARAMS) for _ in range(3)]
         outcomes = await asyncio.gather(*(text(stream) for stream in streams), return_exceptions=True)
         with pytest.raises(EngineError):
@@ -112,17 +120,22 @@ def test_draining_refuses_new_requests_and_finishes_old_ones():
 
 
 def test_an_engine_whose_line_is_full_is_alive_but_not_ready():
-    inner = make_engine(max_queued_requests=2)
-    engine = AsyncEngine(inner.config, lambda config: inner)
-    engine._engine = inner  # loaded, and its loop not started
-    seen = [engine.is_ready()]
-    for name in "ab":
-        inner.add(inner.prepare("abc", PARAMS, request_id=name))
-        seen.append(engine.is_ready())
-    assert seen == [True, True, False] and engine.is_alive()
-    while inner.has_work:
-        inner.step()
-    assert engine.is_ready()
+    """What is on its way to the step loop is in line too, so the line is bounded while a step takes long."""
+
+    async def scenario(engine):
+        busy, seen = hold_up(engine), [engine.is_ready()]
+        streams = []
+        for _ in range(2):
+            streams.append(engine.submit("abc", PARAMS))
+            seen.append(engine.is_ready())
+        with pytest.raises(RequestError) as refusal:
+            engine.submit("abc", PARAMS)
+        busy.set()
+        texts = [await text(stream) for stream in streams]
+        return seen, engine.is_alive(), refusal.value.code, texts, engine.is_ready()
+
+    found = with_engine(scenario, max_queued_requests=2)
+    assert found == ([True, True, False], True, "queue_full", ["defgh"] * 2, True)
 
 
 def test_stop_ends_what_still_runs_with_an_error():
@@ -139,7 +152,7 @@ def test_stop_ends_what_still_runs_with_an_error():
 
 
 def test_stop_leaves_a_step_that_hangs_behind(monkeypatch):
-    monkeypatch.setattr("pagedjax.engine.async_engine.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pagedjax.engine.link.STOP_TIMEOUT_S", 0.1)
     hang = threading.Event()
 
     async def main():
@@ -192,8 +205,7 @@ def test_the_same_request_id_twice_is_refused():
 
 def test_an_aborted_streams_id_is_in_use_until_the_engine_knows():
     async def scenario(engine):
-        busy = threading.Event()
-        engine._commands.put(lambda inner: busy.wait(10))
+        busy = hold_up(engine)
         old = engine.submit("abc", PARAMS, request_id="one")
         old.abort()
         with pytest.raises(RequestError):
@@ -208,8 +220,7 @@ def test_an_aborted_streams_id_is_in_use_until_the_engine_knows():
 
 def test_a_step_has_an_age_only_while_there_is_work():
     async def scenario(engine):
-        busy = threading.Event()
-        engine._commands.put(lambda inner: busy.wait(10))
+        busy = hold_up(engine)
         engine._last_progress_s = time.monotonic() - 1000
         ages = [engine.step_age_s()]
         stream = engine.submit("abc", PARAMS)

@@ -1,8 +1,13 @@
-"""Building an engine: what was chosen for the fields left automatic is said."""
+"""Building an engine: what was chosen for the fields left automatic is said, and what cannot be is refused first."""
 
 import shlex
-from types import MappingProxyType
+from contextlib import nullcontext
+from types import MappingProxyType, SimpleNamespace
 
+import pytest
+
+from pagedjax.core.errors import ConfigError
+from pagedjax.engine import build
 from pagedjax.engine.build import chosen
 from pagedjax.engine.config import EngineConfig, resolve
 from pagedjax.engine.quantisation import WeightChoice
@@ -28,3 +33,16 @@ def test_what_was_left_automatic_is_told_as_it_was_filled_in():
         "weights_packed": "2.0M Q6_K in 8 bits, error 0.50%",
         "compilation_cache_dir": "/tmp/x",
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"attention_backend": "fast"}, "--attention-backend"), ({"max_model_len": 10**6}, "--max-model-len")],
+)
+def test_what_the_checkpoint_s_head_rules_out_is_refused_before_anything_is_loaded(monkeypatch, options, flag):
+    head = SimpleNamespace(config=CONFIG, encodings={}, tokenizer_source="nowhere")
+    monkeypatch.setattr(build.store, "resolve", lambda *_: "nowhere")
+    monkeypatch.setattr(build.load, "open_checkpoint", lambda path: nullcontext(head))
+    monkeypatch.setattr(build, "load_tokenizer", lambda path: pytest.fail("read the tokenizer"))
+    with pytest.raises(ConfigError, match=flag):
+        build.build_engine(EngineConfig(**options))

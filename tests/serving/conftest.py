@@ -14,14 +14,16 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pagedjax.core import scheduler
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import RequestError
 from pagedjax.core.events import Arrived, StepDue
 from pagedjax.core.request import Logprob, Request, SamplingParams
+from pagedjax.engine import logs
 from pagedjax.engine.async_engine import AsyncEngine
+from pagedjax.engine.load import load_of
 from serving.app import create_app
 from serving.server import DrainingServer, bind
 
@@ -122,18 +124,13 @@ def candidates(token_id, top):
     return found
 
 
-class FakeMetrics:
-    def __init__(self):
-        self.registry = CollectorRegistry()
-
-
 class FakeEngine:
     model_name, max_model_len, created = "tiny", 200, 1700000000
 
     def __init__(self, reply=("Hel", "lo, ", "world"), *, hang=False, fail_after=None, failure=None, refuse=None):
         self.reply, self.hang, self.fail_after, self.refuse = reply, hang, fail_after, refuse
         self.failure = failure or RuntimeError("secret detail of a crash")
-        self.tokenizer, self.metrics = ByteTokenizer(), FakeMetrics()
+        self.tokenizer, self.registry = ByteTokenizer(), CollectorRegistry()
         self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
         self.preemptible, self.outcomes = [], []
         self.step_age = 0.0
@@ -184,6 +181,18 @@ class FakeEngine:
             request = Request(sequence_id, prompt_len=40, max_tokens=8)
             state, _ = scheduler.update(state, Arrived(request, (), now_us=sequence_id))
         return scheduler.update(state, StepDue(now_us=9))[0]
+
+    def load(self):
+        return load_of(self.state())
+
+    async def ask(self, question):
+        return question(self.state())
+
+    async def render_metrics(self):
+        return generate_latest(self.registry)
+
+    async def set_log_level(self, level):
+        logs.set_level(level)
 
     def is_ready(self):
         return self.ready and not self.draining and not self.full
@@ -262,7 +271,7 @@ def events():
     return read_events
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serving_of():
     """`with serving_of(engine) as server:` has it served by uvicorn on a free port (`server.url`)."""
 
@@ -275,7 +284,9 @@ def serving_of():
         thread.start()
         # Only the fake can be told to stay in its loading.
         service = app.state.service
-        wait_for(lambda: server.started and (service.readiness() == "ready" or getattr(engine, "loading", False)))
+        wait_for(
+            lambda: server.started and (service.readiness() == "ready" or getattr(engine, "loading", False)), 120.0
+        )
         try:
             yield server
         finally:
@@ -300,6 +311,7 @@ def openai_client(golden_llm, serving_of):
 
 
 @pytest.fixture(name="wait_for")
+@pytest.fixture(name="wait_for", scope="session")
 def wait_for_fixture():
     return wait_for
 

@@ -1,5 +1,6 @@
 """The page and the picture of the scheduler that it draws."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -95,7 +96,12 @@ def test_many_watchers_cost_one_picture(engine):
     calls, state = [], engine.state()
     engine.state = lambda: calls.append(1) or state
     snapshots = dashboard.Snapshots(engine)
-    assert snapshots.latest() is snapshots.latest()
+
+    async def twice():
+        return await snapshots.latest(), await snapshots.latest()
+
+    first, second = asyncio.run(twice())
+    assert first is second
     assert len(calls) == 1
 
 

@@ -170,7 +170,7 @@ def test_requests_are_counted_by_route_method_and_status(client):
 def test_metrics_include_the_engine_s(client, engine):
     from prometheus_client import Gauge
 
-    Gauge("engine_gauge", "Of the engine.", registry=engine.metrics.registry).set(5)
+    Gauge("engine_gauge", "Of the engine.", registry=engine.registry).set(5)
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert "engine_gauge 5.0" in answer.text

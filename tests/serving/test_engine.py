@@ -182,7 +182,7 @@ def test_a_full_queue_is_429(serving_of, wait_for):
 def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(serving_of, engine, monkeypatch):
     monkeypatch.setattr("serving.server.FAILED_GRACE_S", 60.0)
     with serving_of(engine) as server:
-        engine._engine.runner.die_at_plan = 2
+        engine._link.engine.runner.die_at_plan = 2
         answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
         statuses = [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")]
     assert (answer.status_code, statuses) == (500, [503, 503, 200])
@@ -191,21 +191,22 @@ def test_a_lost_device_is_500_and_the_dead_engine_still_shows_its_metrics(servin
 PROCESS = """
 import sys
 from pagedjax import cli
-from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
-from tests.engine.fakes import make_engine
+from tests.engine.fakes import build_counting, make_engine
 
-inner = make_engine()
-cli._engine = lambda config: AsyncEngine(inner.config, lambda config: inner)
-sys.argv = ["pagedjax", "serve", "counting", "--port", "0"]
+cli._engine = lambda config, **where: AsyncEngine(make_engine().config, build_counting, **where)
+sys.argv = ["pagedjax", "serve", "counting", "--port", "0", "--engine-process", sys.argv[1]]
 cli.main()
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_process_leaves_with_status_0_at_a_signal(sent):
+@pytest.mark.parametrize(
+    ("own_process", "sent"), [("off", signal.SIGTERM), ("off", signal.SIGINT), ("on", signal.SIGTERM)]
+)
+def test_the_process_leaves_with_status_0_at_a_signal(own_process, sent):
     root = Path(__file__).parent.parent.parent
-    with subprocess.Popen([sys.executable, "-c", PROCESS], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", PROCESS, own_process]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline().startswith("Ready on http://127.0.0.1:")
             process.send_signal(sent)

@@ -1,0 +1,168 @@
+"""The way to a step loop in a process of its own, where a busy interpreter beside it cannot stretch its steps.
+
+Commands gather while the last ones are written, and go over together; reports come back one a step. A thread writes
+and a thread reads, so that a pipe that is full holds up neither the event loop nor, for long, the steps. What waits to
+be written is bounded by `Admission`, which counts it as waiting in line.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from pagedjax.engine import engine_process, logs
+from pagedjax.engine.config import EngineConfig
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.link import STOP_TIMEOUT_S, Build, Facts, Hear, call_on, settle
+from pagedjax.engine.outputs import EngineError
+from pagedjax.engine.step_loop import Command, Failed
+from pagedjax.engine.submission import Submission
+from pagedjax.engine.wire import Answer, Ask, FromEngine, NotStarted, Ready, Stop, ToEngine, pack_commands, unpack
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# A process that has closed its pipe is gone, or as good as.
+_EXIT_TIMEOUT_S = 2.0
+
+
+class ProcessLink:
+    """To a spawned process. `build` must be importable there."""
+
+    def __init__(self, config: EngineConfig, build: Build) -> None:
+        self._config, self._build = config, build
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: asyncio.Future[Facts] | None = None
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count()
+        self._is_lost = False
+        self._is_stopping = False
+
+    @property
+    def process_id(self) -> int | None:
+        """None before it is started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, hear: Hear) -> Facts:
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        # Threads and devices do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        args = theirs, self._config, self._build, logs.levels()
+        self._process = context.Process(target=engine_process.main, args=args, name="pagedjax-engine", daemon=True)
+        self._process.start()
+        # The engine's process has the only other end, so that its death is the end of the pipe.
+        theirs.close()
+        for target, name in ((self._read, "from-engine"), (self._write, "to-engine")):
+            threading.Thread(target=target, args=(self._pipe, hear), name=name, daemon=True).start()
+        try:
+            return await self._ready
+        except asyncio.CancelledError:
+            self._process.kill()
+            raise
+
+    def send(self, command: Command) -> None:
+        self._outbox.put(command)
+
+    def finish_preparing(self, request: Submission) -> Submission:
+        """Grammars are compiled there, once the request has arrived."""
+        return request._replace(prompt=None)
+
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """Raises EngineError where there is nobody any more to answer."""
+        if self._is_lost:
+            raise EngineError("the engine's process has ended")
+        assert self._loop is not None
+        number, answer = next(self._numbers), self._loop.create_future()
+        self._questions[number] = answer
+        self._outbox.put(Ask(number, question))
+        try:
+            value: T = await answer
+        finally:
+            self._questions.pop(number, None)
+        return value
+
+    def is_alive(self) -> bool:
+        return not self._is_lost
+
+    async def stop(self) -> None:
+        """End the process; one whose step hangs is killed."""
+        self._is_stopping = True
+        self._outbox.put(Stop())
+        self._outbox.put(None)
+        if self._process is None:
+            return
+        await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        if self._process.is_alive():
+            logger.warning("event=engine_killed waited_s=%g", STOP_TIMEOUT_S)
+            self._process.kill()
+            await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+
+    def _write(self, pipe: Connection, _hear: Hear) -> None:
+        """Runs on a thread of its own."""
+        while (message := self._outbox.get()) is not None:
+            messages, is_last = [message], False
+            with suppress(queue.Empty):
+                while True:
+                    following = self._outbox.get_nowait()
+                    if following is None:
+                        is_last = True
+                        break
+                    messages.append(following)
+            try:
+                pipe.send_bytes(pack_commands(messages))
+            except OSError:
+                return  # whoever reads has noticed
+            if is_last:
+                return
+
+    def _read(self, pipe: Connection, hear: Hear) -> None:
+        """Runs on a thread of its own, and returns when the pipe ends."""
+        assert self._loop is not None
+        try:
+            while True:
+                call_on(self._loop, self._take, unpack(pipe.recv_bytes()), hear)
+        except (EOFError, OSError):
+            call_on(self._loop, self._lose, hear)
+        finally:
+            pipe.close()
+
+    # From here on: the event loop again.
+
+    def _take(self, message: FromEngine, hear: Hear) -> None:
+        assert self._ready is not None
+        match message:
+            case Ready(facts):
+                settle(self._ready, facts)
+            case NotStarted(error):
+                settle(self._ready, error)
+            case Answer(number, value, error):
+                answer = self._questions.get(number)
+                if answer is not None:
+                    settle(answer, value if error is None else error)
+            case _:
+                hear(message)
+
+    def _lose(self, hear: Hear) -> None:
+        assert self._process is not None and self._ready is not None
+        self._is_lost = True
+        self._outbox.put(None)
+        # It is ending, or has closed its pipe in some other way and is of no use.
+        self._process.join(_EXIT_TIMEOUT_S if not self._is_stopping else 0)
+        error = EngineError(f"the engine's process has ended (exit code {self._process.exitcode})")
+        if not self._is_stopping:
+            logger.critical("event=engine_process_lost pid=%s exit_code=%s", self._process.pid, self._process.exitcode)
+        settle(self._ready, error)
+        for answer in self._questions.values():
+            settle(answer, error)
+        hear(Failed(str(error)))
