@@ -310,7 +310,6 @@ def openai_client(golden_llm, serving_of):
     assert not engine.state().running and not engine.state().pool.counts
 
 
-@pytest.fixture(name="wait_for")
 @pytest.fixture(name="wait_for", scope="session")
 def wait_for_fixture():
     return wait_for
