@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint types native sanitize soak mosaic gpu-gate notebooks bench clean
+.PHONY: help serve chat test lint types native sanitize soak mosaic gpu-gate gpu-check vendor notebooks bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV   ?= .venv
@@ -78,6 +78,14 @@ mutants: $(DEV) ## plant bugs in the scheduler and say which check catches each 
 gpu-gate: $(GATE)/.installed ## compile all GPU kernels and steps for GPUs, without one (ARGS="--quick")
 	$(SAY) 'Compiling for GPUs that are not here'
 	@$(GATE)/bin/python -m scripts.gpu_gate $(or $(ARGS),--json benchmarks/results/gpu_gate.json --page docs/gpu.md)
+
+gpu-check: $(BASE) ## check kernels and engine on the GPU of this machine (ARGS="--stand-in": try the script on a CPU)
+	$(SAY) 'Checking kernels and engine'
+	@$(BIN)/python -m scripts.gpu_check --out gpu-check $(ARGS)
+
+vendor: $(BASE) ## lay beside the checkout what a machine with JAX, PyTorch and no network lacks to run the check
+	@rm -rf vendor
+	@$(PIP) --only-binary :all: --no-deps --target vendor immutables llguidance orjson gguf
 
 notebooks: $(DEV) ## run every notebook from top to bottom
 	$(SAY) 'Running the notebooks'

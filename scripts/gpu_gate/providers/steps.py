@@ -43,6 +43,18 @@ WHOLE = {
     ("scatter", 64): ("64 blocks into the cache", 0, True),
     ("copy", 16): ("16 blocks within the cache", 0, False),
 }
+# The attention kernels that must be there, and what they must use.
+_HOPPER = (("wgmma",), ("tma",))
+KERNELS = {
+    "pallas_mosaic": {
+        "step": dict.fromkeys(("ragged_attention_mosaic", "paged_attention_mosaic"), _HOPPER),
+        "decode": {"paged_attention_mosaic": _HOPPER},
+    },
+    "pallas_triton": {
+        "step": {"ragged_attention": (TENSOR_CORES,)},
+        "decode": {"paged_attention_pieces": (TENSOR_CORES,), "paged_attention_combine": ()},
+    },
+}
 SPLIT = {key: WHOLE[key] for key in (("step", 2048), ("decode", 64), ("head", 64))}
 
 
@@ -50,7 +62,7 @@ def cases(target: str) -> Iterable[Case]:
     shape = AttentionShape(LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, BLOCK_SIZE)
     need = AttentionNeed("gpu", shape, jnp.dtype(DTYPE), capability=TARGETS[target].capability)
     for candidate in dispatch.CANDIDATES["ragged_attention"]:
-        if candidate.only_when_wished or not candidate.backend.prefers_decode_programs:
+        if candidate.backend.name not in KERNELS:
             continue
         refused = candidate.refuse(need)
         yield from _cases(target, candidate.backend, "Llama-3-8B", LLAMA_8B, 1, refused)
@@ -69,7 +81,7 @@ def _cases(
             shape=f"{name}, {what}, {DTYPE}",
             build=partial(program, backend, model, key),
             topology=f"1x1x{num_devices}",
-            kernels={"ragged_attention": (TENSOR_CORES,)} if key[0] == "step" else {},
+            kernels=KERNELS[backend.name].get(key[0], {}),
             cache=cache,
             refused=refused,
             quick=quick and num_devices == 1,

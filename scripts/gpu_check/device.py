@@ -1,0 +1,19 @@
+"""The device that is checked."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import dispatch
+
+
+def platform() -> str:
+    return jax.default_backend()
+
+
+def capability() -> tuple[int, int] | None:
+    return dispatch.capability_of(jax.devices()[0])
+
+
+def dtype_name(array: Any) -> str:
+    return array.dtype.name
