@@ -14,6 +14,7 @@ from pallas_kernels.kv_write import reference as kv_write_reference
 from pallas_kernels.kv_write import xla as kv_write_xla
 from pallas_kernels.paged_attention import PagedBackend
 from pallas_kernels.paged_attention import jax_triton as paged_jax_triton
+from pallas_kernels.paged_attention import pallas_mosaic as paged_mosaic
 from pallas_kernels.paged_attention import pallas_triton as paged_triton
 from pallas_kernels.paged_attention import reference as paged_reference
 from pallas_kernels.ragged_attention import AttentionBackend, native, pallas_mosaic, pallas_triton, reference, xla
@@ -58,9 +59,11 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
             Candidate(reference.BACKEND, _always, only_when_wished=True),
         ),
         "paged_attention": (
+            Candidate(paged_mosaic.BACKEND, paged_mosaic.refuse),
             Candidate(paged_triton.BACKEND, triton.refuse),
             Candidate(paged_jax_triton.BACKEND, paged_jax_triton.refuse),
             Candidate(paged_reference.BACKEND, _always),
+            Candidate(paged_mosaic.INTERPRETED, paged_mosaic.refuse_interpreted, only_when_wished=True),
             Candidate(paged_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
         ),
         "kv_write": (

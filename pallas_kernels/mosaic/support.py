@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ragged_attention.interface import AttentionNeed
+from pallas_kernels.attention import AttentionNeed
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu

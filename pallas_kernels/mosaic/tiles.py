@@ -19,10 +19,13 @@ def registers(num_consumers: int) -> Registers:
 
 
 class DecodeTiles(NamedTuple):
-    """`tile_kv` cached tokens a slot, `slots` of K and as many of V."""
+    """`tile_kv` cached tokens a slot, `slots` of K and as many of V. A context is split into pieces of at least
+    `min_piece` tokens, about `num_programs` of them over all rows and KV heads: two a multiprocessor."""
 
     tile_kv: int
     slots: int
+    min_piece: int = 512
+    num_programs: int = 264
 
 
 class PrefillTiles(NamedTuple):

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic.support import plgpu
 
 LOG2_E = math.log2(math.e)
-# Far below any score, yet finite: the difference of two of them is 0, not NaN.
-MASKED = -1e30
+# Far below any score, yet finite: the difference of two of them is 0, not NaN. A power of two, so that scaling it does
+# not round: a fused multiply-add would leave the rounding error, which is astronomical.
+MASKED = -(2.0**100)
 TABLE_READS = 4
 
 
@@ -196,5 +197,5 @@ def normalized(state: Softmax) -> jax.Array:
 
 
 def log_weight(state: Softmax) -> jax.Array:
-    """The base-2 logarithm of each row's sum of exp(score), [rows]; -1e30 where nothing was attended."""
+    """The base-2 logarithm of each row's sum of exp(score), [rows]; `MASKED` where nothing was attended."""
     return jnp.where(state.total > 0, state.peak + jnp.log2(jnp.where(state.total > 0, state.total, 1.0)), MASKED)

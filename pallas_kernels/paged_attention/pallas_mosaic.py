@@ -5,22 +5,39 @@ walks the tiles of a piece of a row's context: the producer warpgroup gathers a 
 slots, all on the slot's barrier; the consumer multiplies the heads of the KV group, as the first rows of a 64-row tile,
 by K, and the weights by V. Rows of the tile past the group hold garbage that never leaves it.
 
-Bytes: K and V of a context once, q, and per piece one output and its weight. Limits: see `support.refuse_shape`.
+The step's lengths cut the contexts into pieces on the device (`cuts`), so that one row of 32k tokens fills the chip as
+64 rows of 4k do; XLA combines the pieces. A table too short to be worth it is not cut.
+
+Bytes: K and V of a context once, q, and per piece a float32 output, written and read. Limits: `support.refuse_shape`.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention import AttentionNeed
 from pallas_kernels.kv_blocks import KVBlocks
+from pallas_kernels.mosaic import support
 from pallas_kernels.mosaic import warpgroups as wgs
 from pallas_kernels.mosaic.support import plgpu
 from pallas_kernels.mosaic.tiles import ROWS, DecodeTiles, decode_tiles, registers
 from pallas_kernels.mosaic.warpgroups import Ring, Scores, Softmax
+from pallas_kernels.paged_attention.cuts import Cuts, cut
+from pallas_kernels.paged_attention.interface import PagedBackend
+
+
+def refuse(need: AttentionNeed) -> str | None:
+    """Why the compiled kernel can't run there, or None."""
+    return support.refuse_device(need.platform, need.capability) or refuse_interpreted(need)
+
+
+def refuse_interpreted(need: AttentionNeed) -> str | None:
+    """Why the kernel can't take these shapes anywhere, or None."""
+    return support.api_gap() or support.refuse_shape(need)
 
 
 def attend(
@@ -37,24 +54,49 @@ def attend(
     tiles: DecodeTiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Attends from q [rows, heads, head_dim], the last of its row's `kv_lens` [rows] cached tokens; an output like q,
-    zero where `kv_lens` is 0."""
-    first = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
-    cuts = Cuts(jnp.arange(kv_lens.shape[0], dtype=jnp.int32), first, kv_lens)
-    options = {"out_dtype": q.dtype, "tiles": tiles, "interpret": interpret}
+    """See `PagedBackend`. `tiles` are for tests and tuning."""
+    tiles = tiles or decode_tiles(q.shape[2])
+    firsts = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
+    rows = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
+    is_split = block_tables.shape[1] * cache.k.shape[3] > 2 * tiles.min_piece
+    cuts = cut((firsts, kv_lens), cache.k.shape[2], tiles) if is_split else Cuts(rows, firsts, kv_lens, rows)
+    options = {"out_dtype": jnp.float32 if is_split else q.dtype, "tiles": tiles, "interpret": interpret}
     out, log = attend_pieces(q, cache, block_tables, cuts, layer, Scores(scale, softcap), **options)
+    if is_split:
+        return _combined(out, log, cuts, sinks).astype(q.dtype)
+    if sinks is not None:
+        out = (out * _share(log, sinks)[..., None]).astype(q.dtype)
+    return jnp.where(kv_lens[:, None, None] > 0, out, jnp.zeros((), q.dtype))
+
+
+def attend_interpreted(*args: Any, **options: Any) -> jax.Array:
+    """`attend` run by the Mosaic GPU interpreter with race detection: slow, for tests."""
+    return attend(*args, **options, interpret=support.interpreter())
+
+
+def _combined(out: jax.Array, log: jax.Array, cuts: Cuts, sinks: jax.Array | None) -> jax.Array:
+    """The rows' outputs [rows, heads, head_dim] float32, from those of their pieces; zero where a row has none."""
+    num_rows = cuts.row_starts.shape[0] - 1
+    is_piece = cuts.firsts < cuts.ends
+    # What was not written may be NaN, and a row that is NaN must not carry over: a product sums over all pieces.
+    is_sound = is_piece & jnp.isfinite(jnp.sum(out, axis=(1, 2)))
+    out = jnp.where(is_sound[:, None, None], out, 0.0)
+    owns = is_piece & (cuts.rows == jnp.arange(num_rows)[:, None])  # [rows, pieces]
+    logs = jnp.where(owns[..., None], log, wgs.MASKED)  # [rows, pieces, heads]
+    peak = jnp.max(logs, axis=1)
+    weights = jnp.where(owns[..., None], jnp.exp2(logs - peak[:, None]), 0.0)
+    total = jnp.sum(weights, axis=1)  # [rows, heads]
+    total = jnp.where(jnp.any(owns & ~is_sound, axis=1)[:, None], jnp.nan, total)
+    summed = jnp.einsum("rph,phd->rhd", weights, out, precision=lax.Precision.HIGHEST)
+    summed /= jnp.where(total == 0, 1.0, total)[..., None]
     if sinks is None:
-        return out
-    # A sink takes its share of the weights: 1 / (1 + exp(sink - log weight)) remains.
-    return (out * jax.nn.sigmoid(log / wgs.LOG2_E - sinks)[..., None]).astype(q.dtype)
+        return summed
+    return summed * _share(peak + jnp.log2(jnp.where(total == 0, 1.0, total)), sinks)[..., None]
 
 
-class Cuts(NamedTuple):
-    """Pieces of rows' contexts, int32, [pieces] each. A piece is empty where it ends before it begins."""
-
-    rows: jax.Array  # row r's query is token r
-    firsts: jax.Array  # first cached token
-    ends: jax.Array  # past the last one
+def _share(log: jax.Array, sinks: jax.Array) -> jax.Array:
+    """What a sink [heads] leaves to weights whose sum has the base-2 logarithm `log` [..., heads]."""
+    return jax.nn.sigmoid(log / wgs.LOG2_E - sinks)
 
 
 def attend_pieces(
@@ -72,7 +114,7 @@ def attend_pieces(
     """Attention of q [rows, heads, head_dim] to each piece of its row's context.
 
     Gives out [pieces, heads, head_dim] of `out_dtype`, normalised, and the base-2 logarithms of the weights that it
-    was divided by, [pieces, heads] float32; of an empty piece 0 and -1e30.
+    was divided by, [pieces, heads] float32. Nothing is written for an empty piece.
     """
     (rows, heads, head_dim), kv_heads, num_pieces = q.shape, cache.k.shape[2], cuts.rows.shape[0]
     group = heads // kv_heads
@@ -94,7 +136,7 @@ def attend_pieces(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpret,
         kernel_name="paged_attention_mosaic",
-    )(grouped, cache.k, cache.v, block_tables, *cuts, jnp.asarray(layer, jnp.int32).reshape(1))
+    )(grouped, cache.k, cache.v, block_tables, *cuts[:3], jnp.asarray(layer, jnp.int32).reshape(1))
     return out[:, :, :group].reshape(num_pieces, heads, head_dim), log[:, :, :group].reshape(num_pieces, heads)
 
 
@@ -149,9 +191,10 @@ def _kernel(
     k_ring, v_ring = Ring(k_tiles, k_ready, k_free), Ring(v_tiles, v_ready, v_free)
     row, live = rows_ref[piece], (firsts_ref[piece], ends_ref[piece])
     first = live[0] // tiles.tile_kv
-    last = jnp.where(live[0] < live[1], pl.cdiv(live[1], jnp.int32(tiles.tile_kv)), first)
+    last = pl.cdiv(live[1], jnp.int32(tiles.tile_kv))
+    is_piece = live[0] < live[1]
 
-    @pl.when(warpgroup == 0)
+    @pl.when(is_piece & (warpgroup == 0))
     def _consume() -> None:
         plgpu.set_max_registers(registers(1).consumer, action="increase")
         packed = q_ref.shape[2]
@@ -164,7 +207,7 @@ def _kernel(
         state = lax.fori_loop(first, last, step, wgs.start(*q_tile.shape))
         _store(state, out_tile, log_tile, out_ref.at[piece, head], log_ref.at[piece, head])
 
-    @pl.when(warpgroup == 1)
+    @pl.when(is_piece & (warpgroup == 1))
     def _produce() -> None:
         plgpu.set_max_registers(registers(1).producer, action="decrease")
         layer, (num_blocks, _, _, block_size, _) = layer_ref[0], k_ref.shape
@@ -220,3 +263,7 @@ def _store(state: Softmax, out_tile: Any, log_tile: Any, out_ref: Any, log_ref: 
     plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, packed)], out_ref)
     plgpu.copy_smem_to_gmem(log_tile.at[pl.ds(0, packed)], log_ref)
     plgpu.wait_smem_to_gmem(0)
+
+
+BACKEND = PagedBackend("pallas_mosaic", attend)
+INTERPRETED = PagedBackend("pallas_mosaic_interpret", attend_interpreted)

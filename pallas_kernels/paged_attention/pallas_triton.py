@@ -12,7 +12,7 @@ written and read: 0.2 % at 2k tokens a piece, group 4, head_dim 128, bfloat16. L
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import AttentionShape, Scoring
 from pallas_kernels.kv_blocks import KVBlocks
+from pallas_kernels.paged_attention.cuts import Cuts, cut
 from pallas_kernels.paged_attention.interface import PagedBackend
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
 from pallas_kernels.paged_attention.walk import LOG2_E, MASKED, Context, Walk, columns_of, finished, initial, walk
-from pallas_kernels.pieces import Pieces
 from pallas_kernels.triton import check_offsets, plt
 
 _ANY = pl.BlockSpec(memory_space=pl.ANY)
@@ -82,43 +82,8 @@ def attend_rows(
     operands = (q, cache, tables, jnp.asarray(layer, jnp.int32).reshape(1), scoring.sinks)
     if tables.shape[1] * shape.block_size <= 2 * tiles.min_piece:
         return _whole(call, operands, spans, num_out, how, tiles)
-    cuts = _cut(spans, shape, tiles)
+    cuts = cut(spans, shape.num_kv_heads, tiles)
     return _combined(call, _pieces(call, operands, cuts, how, tiles), operands, cuts, num_out, tiles)
-
-
-# --- cutting ----------------------------------------------------------------------------------------------------------
-
-
-class Cuts(NamedTuple):
-    """Pieces of all rows, in order, int32."""
-
-    rows: jax.Array  # [pieces]
-    firsts: jax.Array  # [pieces] first token
-    ends: jax.Array  # [pieces] past the last token; not above the first where there is no piece
-    row_starts: jax.Array  # [rows + 1] each row's first piece
-
-
-def _cut(spans: tuple[jax.Array, jax.Array], shape: AttentionShape, tiles: DecodeTiles) -> Cuts:
-    """Equal pieces a row, of whole tiles, and not more than rows + `extra` of them: each row rounds up once."""
-    firsts, ends = spans
-    lengths = ends - firsts
-    extra = max(1, tiles.num_programs // shape.num_kv_heads)
-    most = jnp.maximum(_ceil_div(jnp.sum(lengths), extra), tiles.min_piece)
-    # Whole tiles before counting: else a row's last piece might come out empty, and nobody would write its output.
-    most = _ceil_div(most, tiles.tile_kv) * tiles.tile_kv
-    counts = _ceil_div(lengths, most)
-    pieces = Pieces.of(counts)
-    width = _ceil_div(_ceil_div(lengths, jnp.maximum(counts, 1)), tiles.tile_kv) * tiles.tile_kv
-    index = jnp.arange(lengths.shape[0] + extra, dtype=jnp.int32)
-    rows, within = pieces.locate(index)
-    first = firsts[rows] + within * width[rows]
-    end = jnp.where(index < pieces.total, jnp.minimum(first + width[rows], ends[rows]), first)
-    return Cuts(rows, first, end, jnp.concatenate([jnp.zeros(1, jnp.int32), pieces.ends.astype(jnp.int32)]))
-
-
-def _ceil_div(a: jax.Array, b: jax.Array | int) -> jax.Array:
-    b = jnp.broadcast_to(jnp.asarray(b, a.dtype), a.shape)
-    return lax.div(a + b - 1, b)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

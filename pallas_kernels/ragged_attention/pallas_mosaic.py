@@ -1,6 +1,7 @@
 """Ragged attention as Mosaic GPU kernels for Hopper: TMA, wgmma, producer and consumer warpgroups.
 
-Decode rows go to the kernel of `paged_attention`, the others to the one below; their outputs are joined in place.
+XLA writes the step's keys and values; decode rows go to the kernel of `paged_attention`, the others to the one below;
+their outputs are joined in place.
 
 Algorithm: FlashAttention-3 (arXiv:2407.08608) over block tables. The packed batch is cut into tiles of 64 tokens a
 consumer; a piece of work is (tile, row in it, head). Programs are resident, one a multiprocessor, and take pieces in
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kv_blocks import KVBlocks, block_bytes, init_blocks, write_slots
+from pallas_kernels.kv_blocks import KVBlocks, block_bytes, init_blocks
+from pallas_kernels.kv_write import xla as kv_write
 from pallas_kernels.mosaic import support
 from pallas_kernels.mosaic import warpgroups as wgs
 from pallas_kernels.mosaic.support import plgpu
@@ -60,7 +62,7 @@ def attend(
     interpret: Any = None,
 ) -> tuple[jax.Array, KVBlocks]:
     """See `AttentionBackend`. `dispatch.choose` asks `refuse` first; here JAX itself complains."""
-    cache = KVBlocks(*(_write(c, x, ragged.slots, layer) for c, x in zip(cache, (k, v))))
+    cache = kv_write.write(k, v, cache, ragged.slots, layer=layer)
     num_decodes = min(q.shape[0], ragged.kv_lens.shape[0])
     is_decode = jnp.arange(num_decodes) < ragged.num_decode_rows
     rows = (ragged.block_tables, jnp.where(is_decode, ragged.kv_lens[:num_decodes], 0))
@@ -79,16 +81,6 @@ def attend_interpreted(*args: Any, **options: Any) -> tuple[jax.Array, KVBlocks]
     """`attend` run by the Mosaic GPU interpreter with race detection, by few programs: slow, for tests."""
     tiles = prefill_tiles(args[0].shape[2])._replace(num_programs=2)
     return attend(*args, **options, tiles=tiles, interpret=support.interpreter())
-
-
-def _write(cached: jax.Array, values: jax.Array, slots: jax.Array, layer: int | jax.Array) -> jax.Array:
-    num_blocks, num_layers, kv_heads, block_size, head_dim = cached.shape
-    inside = (slots >= 0) & (slots < num_blocks * block_size)
-    # The flat slot of each of a token's KV heads, [tokens, kv_heads].
-    heads = ((slots // block_size * num_layers + layer) * kv_heads)[:, None] + jnp.arange(kv_heads)
-    flat = jnp.where(inside[:, None], heads * block_size + (slots % block_size)[:, None], -1)
-    values = values.reshape(-1, head_dim)
-    return write_slots(cached.reshape(-1, head_dim), values, flat.reshape(-1)).reshape(cached.shape)
 
 
 class Piece(NamedTuple):
@@ -425,7 +417,7 @@ def _seen(consumer: _Consumer, piece: Piece, tile: jax.Array, shape: tuple[int, 
 
 
 def _with_sink(state: Softmax, sink: jax.Array) -> Softmax:
-    """A logit more in the total, that weighs no value; -1e30 for none."""
+    """A logit more in the total, that weighs no value; `MASKED` for none."""
     weight = jnp.exp2(sink * wgs.LOG2_E - state.peak)
     return state._replace(total=jnp.where(state.total > 0, state.total + weight, 0.0))
 

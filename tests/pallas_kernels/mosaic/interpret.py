@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mosaic import support
-from pallas_kernels.mosaic.tiles import DecodeTiles, PrefillTiles
+from pallas_kernels.mosaic.tiles import PrefillTiles, decode_tiles, prefill_tiles
 from pallas_kernels.paged_attention import pallas_mosaic as paged_attention
 from pallas_kernels.ragged_attention import AttentionShape
 from pallas_kernels.ragged_attention import pallas_mosaic as ragged_attention
@@ -48,7 +48,7 @@ def run(
     padding: int = 0,
     dtype: str = "bfloat16",
     sinks: bool = False,
-    tiles: list[int] | None = None,
+    tiles: dict[str, int] | None = None,
     **scoring: Any,
 ) -> float:
     """The largest difference, infinite where the kernel gives NaN."""
@@ -56,7 +56,7 @@ def run(
     batch = make_batch(AttentionShape(*shape), [tuple(row) for row in rows], padding, dtype, rng)
     if sinks:
         scoring["sinks"] = rng.standard_normal(shape[0]).astype(np.float32)
-    got = np.asarray(jax.jit(partial(OPS[op], batch, tiles, scoring))(), np.float64)
+    got = np.asarray(jax.jit(partial(OPS[op], batch, tiles or {}, scoring))(), np.float64)
     wanted = expected(batch, **scoring)
     if op == "prefill":  # decode rows are another kernel's
         got, wanted = (x[int(batch.ragged.num_decode_rows) :] for x in (got, wanted))
@@ -64,26 +64,30 @@ def run(
     return float(np.max(np.where(np.isnan(difference), np.inf, difference), initial=0))
 
 
-def _decode(batch: Batch, tiles: list[int] | None, scoring: dict[str, Any]) -> jax.Array:
+def _decode(batch: Batch, tiles: dict[str, int], scoring: dict[str, Any]) -> jax.Array:
     rows = batch.cache, batch.ragged.block_tables, batch.ragged.kv_lens
-    return paged_attention.attend(batch.q, *rows, **_options(batch, scoring, tiles and DecodeTiles(*tiles)))
+    options = _options(batch, scoring, decode_tiles(batch.shape.head_dim)._replace(**tiles))
+    return paged_attention.attend(batch.q, *rows, **options)
 
 
-def _prefill(batch: Batch, tiles: list[int] | None, scoring: dict[str, Any]) -> jax.Array:
-    tiles = PrefillTiles(*tiles) if tiles else ragged_attention.prefill_tiles(batch.shape.head_dim)
-    options = _options(batch, scoring, tiles._replace(num_programs=2))
+def _prefill(batch: Batch, tiles: dict[str, int], scoring: dict[str, Any]) -> jax.Array:
+    options = _options(batch, scoring, _few(batch, tiles))
     return ragged_attention.prefill(batch.q, batch.cache, batch.ragged, **options)
 
 
-def _ragged(batch: Batch, tiles: list[int] | None, scoring: dict[str, Any]) -> jax.Array:
+def _ragged(batch: Batch, tiles: dict[str, int], scoring: dict[str, Any]) -> jax.Array:
     """The whole op; no token is written, as the cache holds them."""
     nothing = jnp.zeros((batch.q.shape[0], batch.shape.num_kv_heads, batch.shape.head_dim), batch.q.dtype)
-    tiles = ragged_attention.prefill_tiles(batch.shape.head_dim)._replace(num_programs=2)
-    options = _options(batch, scoring, tiles)
+    options = _options(batch, scoring, _few(batch, tiles))
     return ragged_attention.attend(batch.q, nothing, nothing, batch.cache, batch.ragged, **options)[0]
 
 
 OPS = {"decode": _decode, "prefill": _prefill, "ragged": _ragged}
+
+
+def _few(batch: Batch, tiles: dict[str, int]) -> PrefillTiles:
+    """Two programs, so that each has several pieces of work."""
+    return prefill_tiles(batch.shape.head_dim)._replace(**{"num_programs": 2, **tiles})
 
 
 def _options(batch: Batch, scoring: dict[str, Any], tiles: Any) -> dict[str, Any]:

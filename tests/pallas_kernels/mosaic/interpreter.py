@@ -1,17 +1,27 @@
-"""Jobs for the Mosaic GPU interpreter, each batch of them in a process with a time limit, since a deadlock hangs."""
+"""Jobs for the Mosaic GPU interpreter, run one after another in a process that is ended when it gets stuck.
 
+A deadlock in a kernel hangs for ever, so every job has a time limit: one that runs out ends the process.
+"""
+
+import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+MARK = "RESULT "
 
 
 def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = False) -> dict[str, dict[str, Any]]:
-    """Each job's result by its name: see `interpret.py`. Jobs that the process did not come to are not there."""
+    """Each job's result by its name: see `interpret.py`. The one that got stuck, and those after it, have none.
+
+    `limit_s` is a job's. What the process says is printed, unless `quiet`.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.pallas_kernels.mosaic.interpret"],
         cwd=ROOT,
@@ -21,13 +31,27 @@ def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = Fal
         stderr=subprocess.STDOUT,
         text=True,
     )
-    lines = "".join(json.dumps(job) + "\n" for job in jobs.values())
+    results: queue.Queue[dict[str, Any]] = queue.Queue()
+    reader = threading.Thread(target=_read, args=(process.stdout, results, quiet))
+    reader.start()
+    found = {}
     try:
-        said, _ = process.communicate(lines, timeout=limit_s)
-    except subprocess.TimeoutExpired:
+        process.stdin.write("".join(json.dumps(job) + "\n" for job in jobs.values()))
+        process.stdin.close()
+        with contextlib.suppress(queue.Empty):
+            for name in jobs:
+                found[name] = results.get(timeout=limit_s)
+    finally:
         process.kill()
-        said, _ = process.communicate()
-    if not quiet:
-        print(said)  # pytest shows it where a test fails
-    found = [json.loads(line.removeprefix("RESULT ")) for line in said.splitlines() if line.startswith("RESULT ")]
-    return dict(zip(jobs, found))
+        process.wait()
+        reader.join()
+        process.stdout.close()
+    return found
+
+
+def _read(lines: Any, results: queue.Queue[dict[str, Any]], quiet: bool) -> None:
+    for line in lines:
+        if line.startswith(MARK):
+            results.put(json.loads(line.removeprefix(MARK)))
+        if not quiet:
+            print(line, end="")

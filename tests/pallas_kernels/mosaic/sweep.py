@@ -47,6 +47,8 @@ def make_job(rng: random.Random) -> dict[str, Any]:
         "window": rng.choice((None, None, 1, block_size, 100)),
         "softcap": rng.choice((None, None, 2.0)),
         "sinks": rng.random() < 0.3,
+        # Smaller pieces than on a GPU, so that contexts are cut here too.
+        "tiles": {"min_piece": rng.choice((64, 128, 512)), "num_programs": 8} if op == "decode" else None,
         "seed": rng.randrange(1 << 32),
     }
 

@@ -14,21 +14,28 @@ from tests.pallas_kernels.mosaic.mutants import HASTY, RACES, UNAWAITED, WRONG
 
 pytestmark = pytest.mark.skipif(api_gap() is not None, reason=str(api_gap()))
 
-LIMIT_S = 240
+LIMIT_S = 240  # a job takes some seconds, but the machine may be busy
 TOLERANCE = 2e-2
 SOUND = {
     "decodes at the edges of blocks and tiles": {
         "op": "decode",
         "shape": (3, 1, 64, 16),
         "rows": [(1, n) for n in (0, 1, 16, 63, 65, 200)],
-        "tiles": (64, 2),
+        "tiles": {"tile_kv": 64, "slots": 2},
+        "sinks": True,
     },
-    "decodes with a window, a soft-cap and sinks": {
+    "decodes in pieces": {
+        "op": "decode",
+        "shape": (3, 1, 64, 16),
+        "rows": [(1, 0), (1, 64), (1, 400), (1, 65)],
+        "tiles": {"min_piece": 64, "num_programs": 6},
+    },
+    "decodes in pieces with a window, a soft-cap and sinks": {
         "op": "decode",
         "shape": (4, 2, 64, 8),
-        "rows": [(1, 20), (1, 150)],
-        "tiles": (64, 2),
-        "window": 70,
+        "rows": [(1, 0), (1, 20), (1, 300)],
+        "tiles": {"min_piece": 64, "num_programs": 8},
+        "window": 150,
         "softcap": 2.0,
         "sinks": True,
     },
@@ -46,7 +53,18 @@ SOUND = {
         "softcap": 2.0,
         "sinks": True,
     },
-    "one consumer": {"op": "prefill", "shape": (1, 1, 64, 64), "rows": [(70, 80), (3, 100)], "tiles": (1, 64, 2)},
+    "a tile before the windows of later queries": {
+        "op": "prefill",
+        "shape": (1, 1, 256, 64),
+        "rows": [(50, 200)],
+        "window": 60,
+    },
+    "one consumer": {
+        "op": "prefill",
+        "shape": (1, 1, 64, 64),
+        "rows": [(70, 80), (3, 100)],
+        "tiles": {"consumers": 1, "tile_kv": 64, "slots": 2},
+    },
     "decodes and chunks of one batch": {
         "op": "ragged",
         "shape": (2, 1, 64, 32),
@@ -55,8 +73,8 @@ SOUND = {
     },
     "nothing but padding": {"op": "ragged", "shape": (1, 1, 64, 16), "rows": [(0, 0)], "padding": 3},
 }
-LONG_DECODE = {"op": "decode", "shape": (2, 1, 64, 16), "rows": [(1, 200)], "tiles": (64, 2)}
-IDLE_CONSUMER = {"op": "prefill", "shape": (1, 1, 64, 64), "rows": [(10, 600)], "tiles": (2, 128, 2)}
+LONG_DECODE = {"op": "decode", "shape": (2, 1, 64, 16), "rows": [(1, 200)], "tiles": {"tile_kv": 64, "slots": 2}}
+IDLE_CONSUMER = {"op": "prefill", "shape": (1, 1, 64, 64), "rows": [(10, 600)], "tiles": {"slots": 2}}
 
 
 @pytest.fixture(scope="module")
