@@ -1,5 +1,9 @@
-"""The numeric tests are not blind: each planted bug gives a wrong number, and no bug gives none."""
+"""The numeric tests are not blind: each planted bug gives a wrong number, and no bug gives none.
 
+A few of the bugs, since each compiles everything anew; `MUTANTS=all` in the environment plants them all.
+"""
+
+import os
 from functools import partial
 
 import jax
@@ -26,6 +30,18 @@ CUT = DecodeTiles(size=16, tile_kv=16, num_warps=4, num_stages=3, min_piece=20, 
 TILES = PrefillTiles(tile_q=8, size=16, tile_kv=16, num_warps=4, num_stages=2)
 SINKS = np.array([2, -1, 3, 0], np.float32)
 LIMIT = 1e-4
+FEW = (
+    "sees one token too many",
+    "takes a stale column of the block table",
+    "does not rescale its output",
+    "takes the scales of another token",
+    "sees the next token",
+    "writes one slot too far",
+)
+
+
+def chosen(bugs):
+    return [name for name in bugs if name in FEW or os.environ.get("MUTANTS") == "all"]
 
 
 def decode_error() -> float:
@@ -62,20 +78,20 @@ def test_sound_kernels_are_right():
     assert write_error() < LIMIT
 
 
-@pytest.mark.parametrize("bug", DECODE)
+@pytest.mark.parametrize("bug", chosen(DECODE))
 def test_a_bug_in_decode_is_caught(bug):
     with planted(DECODE[bug]):
         assert not decode_error() < LIMIT
 
 
-@pytest.mark.parametrize("bug", PREFILL)
+@pytest.mark.parametrize("bug", chosen(PREFILL))
 def test_a_bug_in_prefill_is_caught(bug):
     window = 20 if "window" in bug else None
     with planted(PREFILL[bug]):
         assert not prefill_error(window) < LIMIT
 
 
-@pytest.mark.parametrize("bug", WRITE)
+@pytest.mark.parametrize("bug", chosen(WRITE))
 def test_a_bug_in_writing_is_caught(bug):
     with planted(WRITE[bug]):
         assert not write_error() < LIMIT

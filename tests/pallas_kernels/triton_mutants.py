@@ -32,7 +32,7 @@ DECODE = {
     "takes the scales of another token": Mutant(
         walk._tile,
         "at = (blocks, context.layer, context.head, offsets)",
-        "at = (blocks, context.layer, context.head, offsets * 0)",
+        "at = (blocks, context.layer, context.head, 0 * keys)",
     ),
     "takes K's scales for V's": Mutant(
         walk._tile, "in (context.k_scale_ref, context.v_scale_ref)", "in (context.k_scale_ref,) * 2"
