@@ -62,10 +62,7 @@ def picture(state: State) -> dict[str, Any]:
         "running": [_sequence(one) for one in state.running[:MAX_LISTED]],
         "waiting": [_sequence(one) for one in islice(in_rank_order(state.waiting), MAX_LISTED)],
         "tenants": tenants(state),
-        "tiers": [
-            _device(state),
-            *(_lower(state, tier) for tier in LOWER_TIERS if pool_of(state.tiers, tier).num_blocks),
-        ],
+        "tiers": tiers(state),
     }
 
 
