@@ -54,6 +54,8 @@ def strings(value: Any, name: str) -> tuple[str, ...]:
     """A string or an array of strings."""
     if isinstance(value, str):
         return (value,)
+    if not isinstance(value, list):
+        raise wrong(value, name, "a string or an array of strings")
     return tuple(string(item, f"{name}[{i}]") for i, item in enumerate(array(value, name)))
 
 

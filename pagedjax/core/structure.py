@@ -75,9 +75,9 @@ class StructuredOutputsParams:
     def _choices(self) -> tuple[str, ...]:
         choices = self.choice
         if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
-            raise self._wrong("choice must be a list of texts")
+            raise self._wrong("must be a list of texts, and not empty")
         if not all(isinstance(choice, str) and choice for choice in choices):
-            raise self._wrong("choice must hold texts that are not empty")
+            raise self._wrong("must hold texts that are not empty")
         return tuple(choices)
 
     def _wrong(self, complaint: str) -> RequestError:

@@ -112,7 +112,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_hf(directory: Path) -> Checkpoint:
     stated = _read_config(directory / "config.json")
     scheme = int4.read_scheme(stated)
-    config = ModelConfig.from_hf({name: value for name, value in stated.items() if name != "quantization_config"})
+    config = registry.config_of({name: value for name, value in stated.items() if name != "quantization_config"})
     files = open_safetensors(directory)
     if scheme is not None:
         return _open_int4(directory, config, files, scheme)

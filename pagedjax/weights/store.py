@@ -36,9 +36,9 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
         # The size is all that a start can afford to check; `pull` checks the hash.
         return path if is_complete(model) else pull(model, progress)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _checked_directory(path)
-    if path.exists():
+    if path.is_file():
         return path
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _from_hub(model)

@@ -34,6 +34,11 @@ def without(name):
     return {key: value for key, value in HF.items() if key != name}
 
 
+def test_an_architecture_that_is_not_known_is_said_before_fields_that_are_missing():
+    with pytest.raises(ConfigError, match="architecture 'GPT2LMHeadModel' is not supported"):
+        registry.config_of({"architectures": ["GPT2LMHeadModel"], "n_head": 12})
+
+
 def test_a_config_json_is_read_in_full():
     config = ModelConfig.from_hf(HF)
     assert config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)

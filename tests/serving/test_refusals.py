@@ -285,6 +285,7 @@ def test_every_field_that_is_taken_is_documented(table):
         (f'"stop_token_ids": [-{2**100}]', f"stop_token_ids holds token id -{2**100}; the vocabulary has ids 0..257"),
         ('"seed": 1.5', "seed must be an integer, not a number"),
         ('"stop_token_ids": [3, "a"]', "stop_token_ids[1] must be an integer, not a string"),
+        ('"stop": 3', "stop must be a string or an array of strings, not an integer"),
         ('"stop": [1]', "stop[0] must be a string, not an integer"),
         ('"n": 2, "best_of": 1', "best_of must be at least n, which is 2, not 1"),
         ('"best_of": 0', "best_of must be an integer from 1 to 128, not 0"),

@@ -173,6 +173,13 @@ def test_a_directory_without_a_config_names_the_files_it_holds(tmp_path):
         store.resolve(str(tmp_path))
 
 
+def test_an_empty_name_is_not_the_folder_one_happens_to_be_in(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no model ''"):
+        store.resolve("")
+
+
 def test_an_unknown_model_lists_what_works_and_what_is_close():
     with pytest.raises(ConfigError, match=r"Did you mean smollm2-135m\?.*path of a GGUF file"):
         store.resolve("smollm2-136m")
