@@ -99,6 +99,8 @@ def _share(log: jax.Array, sinks: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(log / wgs.LOG2_E - sinks)
 
 
+# Jitted, so that the layers of a model share one lowering of the kernel, which takes a second.
+@partial(jax.jit, static_argnames=("scores", "out_dtype", "tiles", "interpret"))
 def attend_pieces(
     q: jax.Array,
     cache: KVBlocks,

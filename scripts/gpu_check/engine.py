@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from pagedjax.core.effects import Fetch, SwapOut
 from pagedjax.core.plan import Scatter, Tier
 from pagedjax.core.request import SamplingParams
-from pagedjax.core.effects import Fetch, SwapOut
 from pagedjax.engine.engine import Engine
 from pagedjax.runtime import batch as batches
 from pagedjax.runtime import copies
