@@ -8,14 +8,13 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import sys
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 from pagedjax.bench.client import LoadResult, Target, run_load
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.bench.metrics import serve_figures
 from pagedjax.bench.report import SCHEMA, write_json
 from pagedjax.bench.server_process import free_port
@@ -121,10 +120,7 @@ def main() -> None:
             {
                 "schema": SCHEMA,
                 "mode": "client_cost",
-                "command": f"python {' '.join(sys.argv)}",
-                "git": git_commit(Path(__file__).parent),
-                "machine": describe_machine(),
-                "versions": versions(),
+                **origin(__file__),
                 "figures": rows,
             },
         )

@@ -8,13 +8,9 @@ least wall time counts; the least CPU time of all threads beside it says what a 
 
 import argparse
 import json
-import os
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.models import llama, stack
 from pagedjax.models.config import ModelConfig
 from pagedjax.weights.pack import Layout, pack_for
@@ -85,11 +81,8 @@ def main() -> None:
     backend = dispatch.choose("ragged_attention", platform=platform_name, shape=shape, dtype=options.dtype).backend
     bench = Bench(backend, options.dtype, options.weights, options.repeats)
     record = {
-        "command": shlex.join(["python", *sys.argv]),
-        "git": git_commit(Path(__file__).parent),
-        "machine": describe_machine() | {"device": jax.devices()[0].device_kind},
-        "versions": versions(),
-        "load_average": os.getloadavg()[0],
+        **origin(__file__),
+        "device": jax.devices()[0].device_kind,
         "backend": backend.name,
         "dtype": options.dtype,
         "weights": options.weights,

@@ -17,7 +17,6 @@ Example:
 import argparse
 import asyncio
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -34,10 +33,8 @@ from pagedjax.bench.client import LoadResult, Target, normalise_url, run_load, s
 from pagedjax.bench.machine import (
     busy_cpu_seconds,
     cpu_seconds,
-    describe_machine,
-    git_commit,
+    origin,
     peak_memory_bytes,
-    versions,
 )
 from pagedjax.bench.metrics import Chunk, RequestRecord, Status, serve_figures
 from pagedjax.bench.report import align, check_writable, plain, write_json
@@ -406,12 +403,9 @@ def main() -> int:
         args.json,
         {
             "schema": "pagedjax.peers/1",
-            "command": f"python benchmarks/peers.py {shlex.join(sys.argv[1:])}",
+            **origin(__file__),
             "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "duration_s": round(time.monotonic() - begin, 1),
-            "git": git_commit(HERE),
-            "machine": describe_machine(),
-            "versions": versions(),
             "note": args.note,
             "baseline": baseline,
             "medians": summary,

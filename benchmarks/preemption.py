@@ -17,15 +17,13 @@ TransferDone.
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.core.config import PreemptionMethod, SchedulerConfig, num_blocks_for
 from pagedjax.core.presets import PRESETS
 from pagedjax.core.request import SamplingParams
@@ -62,12 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--plot", type=Path, help="draw the simulated figures")
     args = parser.parse_args()
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "git": git_commit(Path(__file__).parent),
-        "machine": describe_machine(),
-        "versions": versions(),
-    }
+    report = origin(__file__)
     if args.engine:
         report["engine"] = collect(engine_runs())
     else:

@@ -10,9 +10,6 @@ additions.
 
 import argparse
 import json
-import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pallas_kernels import native
 from pallas_kernels.matmul import FloatWeight, Norm, linear, pack_floats, pack_quantised, packing
 
@@ -63,11 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     library = native.load()
     record = {
-        "command": shlex.join(["python", *sys.argv]),
-        "git": git_commit(Path(__file__).parent),
-        "machine": describe_machine(),
-        "versions": versions(),
-        "load_average": os.getloadavg()[0],
+        **origin(__file__),
         "level": library.level,
         "num_threads": library.num_threads,
         "bandwidth_gb_s": round(bandwidth(library.num_threads), 1),

@@ -14,14 +14,12 @@ captions are left out.
 import argparse
 import json
 import math
-import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.weights import load, store
 
 TEXT = Path(__file__).parent / "data" / "opticks.txt"
@@ -56,14 +54,15 @@ def main() -> int:
     parser.add_argument("--windows", type=int, help="the first so many only")
     parser.add_argument("--json")
     options = parser.parse_args()
-    commit = git_commit(Path(__file__).parent)  # before the runs, during which the tree may change
+    measured = origin(__file__)
     text = TEXT.read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(["float32", *options.variants]):
         llm = LLM(options.model, show_progress_bars=False, **LIMITS, **VARIANTS[name])
         cut = windows(llm.get_tokenizer().encode(text, add_special_tokens=False))[: options.windows]
         scores = score(llm, cut)
-        exact = scores if name == "float32" else exact
+        if name == "float32":
+            exact = scores
         found[name] = compare(scores, exact) | {"options": VARIANTS[name]}
         print(f"{name}: " + "  ".join(f"{key} {value}" for key, value in found[name].items()), flush=True)
         del llm
@@ -73,11 +72,7 @@ def main() -> int:
         with load.open_checkpoint(store.resolve(options.model)) as checkpoint:
             encodings = sorted(set(checkpoint.encodings.values()))
         record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "git": commit,
-            "machine": describe_machine(),
-            "versions": versions(),
-            "load_average": os.getloadavg()[0],
+            **measured,
             "encodings": encodings,
             "num_tokens": sum(map(len, cut)),
             "gates": GATES,

@@ -11,14 +11,12 @@ tokens. A trace without shared prefixes also gives the share of held memory that
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.bench.simulated import sim_requests
 from pagedjax.bench.traces import read_trace
 from pagedjax.core.config import SchedulerConfig
@@ -56,20 +54,13 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, default=0.5, help="multiply arrival times by this (default 0.5)")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
-    git = git_commit(Path(__file__).parent)  # before the runs, which take minutes: of the code that ran
+    report = origin(__file__)
     figures = []
     for figure in runs(args.traces, args.limit, args.time_scale):
         figures.append(figure)
         print(json.dumps(figure), flush=True)
     if args.out:
-        report = {
-            "command": shlex.join(["python", *(Path(arg).name if "/" in arg else arg for arg in sys.argv)]),
-            "git": git,
-            "machine": describe_machine(),
-            "versions": versions(),
-            "cost_model": H200_LIKE.source,
-            "figures": figures,
-        }
+        report |= {"cost_model": H200_LIKE.source, "figures": figures}
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -15,9 +15,6 @@ spin while they wait:
 
 import argparse
 import json
-import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +26,7 @@ import kernels
 import numpy as np
 import products
 
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.models import stack
 from pallas_kernels import dispatch, native
 from pallas_kernels.ragged_attention import AttentionShape, Ragged
@@ -84,11 +81,7 @@ def main() -> None:
     steps = Parts(options.weights, options.repeats, clock).measure(kinds, machine)
     if options.json:
         record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "git": git_commit(Path(__file__).parent),
-            "machine": describe_machine(),
-            "versions": versions(),
-            "load_average": os.getloadavg()[0],
+            **origin(__file__),
             "level": library.level,
             "num_threads": library.num_threads,
             "gb_per_s": round(machine.bandwidth / 1e9, 1),

@@ -13,17 +13,14 @@ all that is free is idle and cached, so every block taken is an eviction.
 
 import argparse
 import json
-import os
 import random
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pagedjax.bench.machine import describe_machine, git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.events import Aborted, Arrived, Event, StepDone, StepDue
 from pagedjax.core.plan import RowResult
@@ -53,11 +50,7 @@ def main() -> None:
         print(line(figure), flush=True)
     if args.out:
         report = {
-            "command": shlex.join(["python", *sys.argv]),
-            "git": git_commit(Path(__file__).parent),
-            "machine": describe_machine(),
-            "versions": versions(),
-            "load_average": os.getloadavg()[0],
+            **origin(__file__),
             "unit": "us",
             "figures": figures,
         }

@@ -13,15 +13,13 @@ Which beams live on is the model's to say, so beams are searched by one: all pro
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.bench.machine import git_commit, versions
+from pagedjax.bench.machine import origin
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.effects import Effect
 from pagedjax.core.events import Event, StepDone
@@ -64,18 +62,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
     found = []
-    git = git_commit(Path(__file__).parent)  # before the runs: of the code that ran
+    report = origin(__file__)
     for figure in chain(figures(), beam_figures(args.beams) if args.beams else ()):
         found.append(figure)
         print(json.dumps(figure), flush=True)
     if args.out:
-        report = {
-            "command": shlex.join(["python", *sys.argv]),
-            "git": git,
-            "versions": versions(),
-            "figures": found,
-        }
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(json.dumps(report | {"figures": found}, indent=1) + "\n")
 
 
 def figures() -> Iterator[Figure]:

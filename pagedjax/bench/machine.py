@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +15,19 @@ from pagedjax import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "aiohttp")
 _KIB = 1024
+
+
+def origin(script: str) -> dict[str, Any]:
+    """Where the figures of the running benchmark come from: its command line, commit, machine, versions and the load
+    beside it. Ask before the runs, during which the tree may change; `script` is its file."""
+    arguments = [Path(one).name if one.startswith("/") else one for one in sys.argv]
+    return {
+        "command": shlex.join(["python", *arguments]),
+        "git": git_commit(Path(script).parent),
+        "machine": describe_machine(),
+        "versions": versions(),
+        "load_average": os.getloadavg()[0],
+    }
 
 
 def describe_machine() -> dict[str, Any]:

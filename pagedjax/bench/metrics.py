@@ -12,6 +12,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+from pagedjax.simulator.report import Summary, summarise
+
 
 class Status(StrEnum):
     OK = "ok"
@@ -60,16 +62,6 @@ class RequestRecord:
         if self.output_len < 2:
             return None
         return (self.chunks[-1].time_s - self.chunks[0].time_s) / (self.output_len - 1)
-
-
-class Summary(NamedTuple):
-    """A distribution, in the unit of its values."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +133,6 @@ def serve_figures(records: Sequence[RequestRecord], wall_s: float, slo: Slo | No
     )
 
 
-def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks; `sorted_values` must rise and not be empty."""
-    position = (len(sorted_values) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(sorted_values) - 1)
-    return sorted_values[low] + (sorted_values[high] - sorted_values[low]) * (position - low)
-
-
-def summarise(values: Iterable[float]) -> Summary | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
-    return Summary(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
-
-
 def summarise_ms(values_s: Iterable[float]) -> Summary | None:
     """Seconds in, milliseconds out."""
     return summarise(value * 1e3 for value in values_s)
@@ -201,11 +177,11 @@ def spread(num_tokens: int, text_lens: Sequence[int]) -> list[int]:
 
 def meets(record: RequestRecord, slo: Slo) -> bool:
     """Whether one finished request kept every bound that is set."""
-    gaps = sorted(token_gaps_s(record)) if slo.itl is not None else []
+    gaps = summarise(token_gaps_s(record)) if slo.itl is not None else None
     seen_s = (
         (slo.ttft, record.ttft_s),
         (slo.tpot, record.tpot_s),
-        (slo.itl, percentile(gaps, 99) if gaps else None),
+        (slo.itl, gaps.p99 if gaps else None),
         (slo.e2e, record.e2e_s),
     )
     return all(bound is None or value is None or value * 1e3 <= bound for bound, value in seen_s)

@@ -11,6 +11,7 @@ from pagedjax.core.forking import awaits_parent, parent_of, start_of_fork
 from pagedjax.core.parking import unpark
 from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.policy import (
+    Grade,
     come_to_run,
     is_reserved,
     num_blocks_growing,
@@ -31,8 +32,9 @@ def admit(state: State, batch: Batch) -> State:
     """Admit waiting sequences in order of rank until a slot, a token or a block is missing.
 
     One whose next block is being computed by a row of this same step is passed over until the next step, when it can
-    read that block: so a burst of prompts with one prefix computes it once. So is one whose copies are still on their
-    way to a lower tier, but its slot and its blocks are kept for it.
+    read that block: so a burst of prompts with one prefix computes it once. Nobody of a worse grade comes before it:
+    whoever has just made way for it would be back at once. So is one whose copies are still on their way to a lower
+    tier, but its slot and its blocks are kept for it.
     """
     config = state.config
     slots = config.max_num_seqs - len(state.running)
@@ -44,14 +46,18 @@ def admit(state: State, batch: Batch) -> State:
     shared_tails = state.shared_tails
     num_promised = num_blocks_promised(running, order)
     num_passed_over = 0
+    held_up: Grade | None = None
     for sequence in lines.in_rank_order(state.waiting, order.in_line):
         if slots <= 0 or budget == 0 or num_passed_over == MAX_PASSED_OVER:
             break
         if sequence.awaits_choice or (state.suspects and batch.leaves_out(state, sequence.sequence_id)):
             continue
+        if held_up is not None and order.grade_in_line(sequence) > held_up:
+            break
         start = _start_of(state, batch, sequence, pool, tiers, running)
         if start is None:
             num_passed_over += 1
+            held_up = held_up or order.grade_in_line(sequence)
             continue
         remaining = sequence.num_tokens - start.num_there
         length = min(remaining, budget)

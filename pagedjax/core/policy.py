@@ -1,7 +1,7 @@
 """Who goes first, who must give way, and how much room a sequence needs: the rules that planning applies."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,15 +26,15 @@ class Order:
     """Who goes first while one step is planned. The smallest rank does: see `Rank`.
 
     `planned` is the service that the step has given each tenant so far; it grows while the step is planned. What is
-    found out about a tenant is kept for the rest of the step.
+    found out about a tenant is kept for the rest of the step. `total_weight` is that of the tenants in use.
     """
 
     config: SchedulerConfig
     tenants: Tenants
-    backlogged: Collection[str]
     now_us: int
     max_wait_us: int
     planned: Mapping[str, int]
+    total_weight: int
     _protected: dict[str, bool] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Order:
         if known is None:
             config = self.config
             known = config.preemption_strategy == "tenant_aware" and len(self.tenants.accounts) > 1
-            known = known and is_owed(self.tenants, tenant, self.backlogged, config.fairness_threshold)
+            known = known and is_owed(self.tenants, tenant, self.total_weight, config.fairness_threshold)
             self._protected[tenant] = known
         return known
 
@@ -81,8 +81,9 @@ class Order:
 
 
 def order_of(state: State, planned: Mapping[str, int]) -> Order:
-    config = state.config
-    return Order(config, state.tenants, state.waiting.queues, state.now_us, config.max_wait_us, planned)
+    config, tenants = state.config, state.tenants
+    total_weight = weight_in_use(tenants, state.waiting.queues)
+    return Order(config, tenants, state.now_us, config.max_wait_us, planned, total_weight)
 
 
 def waited_us(sequence: Sequence, now_us: int) -> int:
@@ -132,15 +133,19 @@ def excess_blocks(running: Rows[Sequence], order: Order) -> dict[str, int]:
     for sequence in running:
         if sequence.phase is Phase.RUNNING:
             held[sequence.request.tenant] += len(sequence.blocks)
-    total_weight = weight_in_use(order.tenants, order.backlogged)
-    most = {t: (1 + config.fairness_threshold) * account(order.tenants, t).weight / total_weight for t in held}
+    fair = {t: account(order.tenants, t).weight / order.total_weight for t in held}
+    most = {t: (1 + config.fairness_threshold) * part for t, part in fair.items()}
     return {t: num - int(most[t] * config.num_blocks) for t, num in held.items() if num > most[t] * config.num_blocks}
+
+
+def given_up(running: Rows[Sequence]) -> Counter[int]:
+    """How many references to each block sequences on their way out hold."""
+    return Counter(chain.from_iterable(s.blocks for s in running if s.phase not in STAYS))
 
 
 def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
     """Blocks that sequences on their way out will free when the steps in flight are done."""
-    given = Counter(chain.from_iterable(s.blocks for s in running if s.phase not in STAYS))
-    return sum(pool.counts[block_id] == count for block_id, count in given.items())
+    return sum(pool.counts[block_id] == count for block_id, count in given_up(running).items())
 
 
 def is_reserved(sequence: Sequence, config: SchedulerConfig) -> bool:

@@ -117,13 +117,13 @@ def share(tenants: Tenants, name: str) -> tuple[int, int]:
     return tenant.service - tenant.since.own, tenants.total - tenant.since.total
 
 
-def is_owed(tenants: Tenants, name: str, backlogged: Collection[str], threshold: float) -> bool:
-    """Whether the tenant's share is more than `threshold` below the fair one, which is its weight's part of all weights
-    in use. A share of less than MIN_SAMPLE service tokens tells nothing."""
+def is_owed(tenants: Tenants, name: str, total_weight: int, threshold: float) -> bool:
+    """Whether the tenant's share is more than `threshold` below the fair one, which is its weight's part of the
+    `total_weight` in use. A share of less than MIN_SAMPLE service tokens tells nothing."""
     own, total = share(tenants, name)
     if total < MIN_SAMPLE:
         return False
-    return own * weight_in_use(tenants, backlogged) < (1 - threshold) * account(tenants, name).weight * total
+    return own * total_weight < (1 - threshold) * account(tenants, name).weight * total
 
 
 def weight_in_use(tenants: Tenants, backlogged: Collection[str]) -> int:

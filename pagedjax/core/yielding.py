@@ -1,14 +1,17 @@
 """Preemption by rank: running sequences that must yield to one in line, before the step is planned.
 
 A sequence in line preempts running ones of a worse grade (its tenant is owed, it is aged, its priority is higher) if
-no slot or too few blocks are free or on their way; never one of an equal grade, so nobody is preempted to and fro. A
-sequence is shielded by having run for a short while only, and none yields whose tenant is owed. Nobody yields in vain:
-if all who may would not make enough room, none does.
+no slot or too few blocks are free or on their way, or if their prompts would take all tokens of the step; never one of
+an equal grade, so nobody is preempted to and fro. A sequence is shielded by having run for a short while only, and none
+yields whose tenant is owed. Nobody yields in vain: if all who may would not make enough room, none does.
 """
 
+from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 from pagedjax.core import waiting as lines
+from pagedjax.core.blocks import BlockPool
 from pagedjax.core.effects import Effect
 from pagedjax.core.leaving import drain
 from pagedjax.core.phases import Cause, Phase, next_phase
@@ -17,10 +20,12 @@ from pagedjax.core.policy import (
     Grade,
     Order,
     excess_blocks,
+    given_up,
     num_blocks_coming,
     num_blocks_growing,
     num_blocks_promised,
     num_blocks_to_admit,
+    num_to_compute,
     waited_us,
 )
 from pagedjax.core.prefix import longest_prefix, max_prefix_blocks
@@ -57,30 +62,37 @@ def is_shielded(sequence: Sequence, order: Order) -> bool:
     )
 
 
+class _Room(NamedTuple):
+    """What those who run leave: slots, blocks that nobody is promised, and tokens of the step (all may be negative).
+
+    Blocks on their way back count: `given` says how many references to each the leaving ones hold, and grows.
+    """
+
+    num_slots: int
+    num_blocks: int
+    num_tokens: int
+    given: Counter[int]
+
+
 def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[Sequence]:
     worst = _worst_grade(running, order)
-    num_blocks: int | None = None
-    candidates: list[int] | None = None
+    room: _Room | None = None
+    candidates: list[int] = []
     for waiter in lines.in_rank_order(state.waiting, order.in_line):
         if waiter.awaits_choice:
             continue
         grade = order.grade_in_line(waiter)
         if grade >= worst or not _may_preempt(waiter, grade, order):
             break
-        if num_blocks is None:  # the first that comes so far; in most steps none does
-            num_slots = max(0, order.config.max_num_seqs - _num_running(running))
-            num_blocks = state.pool.num_free - num_blocks_promised(running, order)
+        if room is None:  # the first that comes so far; in most steps none does
+            room, candidates = _room(state, order, running), _candidates(running, order, grade)
         num_needed = _num_needed(state, waiter, order)
-        victims: list[int] | None = []
-        if num_slots < 1 or num_needed + num_blocks_growing(waiter, running, order) > num_blocks:
-            candidates = _candidates(running, order, grade) if candidates is None else candidates
-            victims = _victims(state, order, running, candidates, waiter, num_slots, num_blocks, num_needed)
+        room, victims = _victims(state, order, running, candidates, waiter, room, num_needed)
         if victims is None:
             break
+        room = room._replace(num_slots=room.num_slots - 1, num_blocks=room.num_blocks - num_needed)
         for index in victims:
             running[index] = yields(running[index], _reason(grade, order.grade(running[index])))
-        num_slots += len(victims) - 1
-        num_blocks -= num_needed
     return running
 
 
@@ -115,26 +127,47 @@ def _victims(
     running: list[Sequence],
     candidates: list[int],
     waiter: Sequence,
-    num_slots: int,
-    num_blocks: int,
+    room: _Room,
     num_needed: int,
-) -> list[int] | None:
-    """Who must yield so that one sequence more gets a slot and its blocks; None if all who may are too few."""
+) -> tuple[_Room, list[int] | None]:
+    """Who must yield so that one sequence more gets a slot, its blocks and a token, and the room that they make; None
+    if all who may are too few. They are `candidates` no more.
+
+    Where tokens are short only those yield that have a prompt to compute: another's single one is no help.
+    """
     trial, victims, grade = list(running), list[int](), order.grade_in_line(waiter)
+    while True:
+        lacks_blocks = num_needed + num_blocks_growing(waiter, trial, order) > room.num_blocks
+        lacks_tokens = room.num_tokens < 1
+        if not (lacks_blocks or lacks_tokens or room.num_slots < 1):
+            return room, victims
+        able = (i for i in candidates if order.grade(running[i]) > grade)
+        index = next((i for i in able if not lacks_tokens or num_to_compute(running[i]) > 1), None)
+        if index is None:
+            return room, None
+        candidates.remove(index)
+        victims.append(index)
+        room = _without(room, running[index], state.pool)
+        trial[index] = yields(trial[index], "priority")
 
-    def are_too_few() -> bool:
-        if num_slots + len(victims) < 1:
-            return True
-        num_free = num_blocks + num_blocks_coming(trial, state.pool)
-        return num_needed + num_blocks_growing(waiter, trial, order) > num_free
 
-    left = [i for i in candidates if running[i].phase is Phase.RUNNING and order.grade(running[i]) > grade]
-    while are_too_few():
-        if not left:
-            return None
-        victims.append(left.pop(0))
-        trial[victims[-1]] = yields(trial[victims[-1]], "priority")
-    return victims
+def _room(state: State, order: Order, running: list[Sequence]) -> _Room:
+    config = order.config
+    num_blocks = state.pool.num_free + num_blocks_coming(running, state.pool)
+    return _Room(
+        max(0, config.max_num_seqs - sum(s.phase in STAYS for s in running)),
+        num_blocks - num_blocks_promised(running, order),
+        config.max_num_batched_tokens - sum(map(num_to_compute, running)),
+        given_up(running),
+    )
+
+
+def _without(room: _Room, victim: Sequence, pool: BlockPool) -> _Room:
+    """The room once this one has left too: the blocks whose last holder it is are free then."""
+    num_slots, num_blocks, num_tokens, given = room
+    given.update(victim.blocks)
+    num_gained = sum(given[block_id] == pool.counts[block_id] for block_id in victim.blocks)
+    return _Room(num_slots + 1, num_blocks + num_gained, num_tokens + num_to_compute(victim), given)
 
 
 def _num_needed(state: State, waiter: Sequence, order: Order) -> int:
@@ -150,10 +183,6 @@ def _may_preempt(waiter: Sequence, grade: Grade, order: Order) -> bool:
         return True
     not_protected, not_aged, _ = grade
     return not not_protected or not not_aged or waited_us(waiter, order.now_us) >= order.config.time_slice_us
-
-
-def _num_running(running: list[Sequence]) -> int:
-    return sum(s.phase in STAYS for s in running)
 
 
 def _without_excess(running: list[Sequence], order: Order) -> list[Sequence]:

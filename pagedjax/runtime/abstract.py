@@ -5,6 +5,7 @@ On a `mesh` the model is split over its only axis (see `models.sharding`): the f
 that each device's attention has its own KV heads, and the cache is split as its heads are.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,15 +35,17 @@ def jobs(
     backend: AttentionBackend,
     dtype: Any,
     mesh: Mesh | None = None,
+    relayed: Callable[[nnx.Module], nnx.Module] = lambda model: model,
 ) -> list[Job]:
     """Every program that the runner would warm up on a GPU; on a single device, those of swaps too.
 
+    There, `relayed` may give the abstract model with weights in another layout.
     Raises ConfigError for limits or a split that cannot be.
     """
     dtype = jnp.dtype(dtype)
     caches = _caches(config, scheduler, backend, dtype)
     if mesh is None:
-        parts = _parts(config, backend, dtype)
+        parts = _parts(config, backend, dtype, relayed=relayed)
     else:
         parts, caches = _split(config, scheduler, backend, dtype, caches, mesh)
     decodes = backend.prefers_decode_programs
@@ -63,9 +66,15 @@ def leaf_names(config: ModelConfig, backend: AttentionBackend, dtype: Any) -> tu
     return _parts(config, backend, jnp.dtype(dtype)).names
 
 
-def _parts(config: ModelConfig, backend: AttentionBackend, dtype: Any, sum_over: str | None = None) -> ModelParts:
+def _parts(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    dtype: Any,
+    sum_over: str | None = None,
+    relayed: Callable[[nnx.Module], nnx.Module] = lambda model: model,
+) -> ModelParts:
     made = registry.find(config)
-    model = nnx.eval_shape(lambda: made(config, dtype=dtype, backend=backend, sum_over=sum_over))
+    model = relayed(nnx.eval_shape(lambda: made(config, dtype=dtype, backend=backend, sum_over=sum_over)))
     return programs.split_model(model, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
 
 

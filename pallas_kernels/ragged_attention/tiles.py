@@ -36,12 +36,13 @@ def xla_tiles(num_tokens: int) -> XlaTiles:
 
 
 def prefill_tiles(shape: AttentionShape, itemsize: int) -> PrefillTiles:
-    """For vectors of `itemsize` bytes a number. The largest that compile without spills, not
-    measured on a GPU."""
-    group, wide = shape.num_heads // shape.num_kv_heads, power_of_two(shape.head_dim) > 128
+    """For vectors of `itemsize` bytes a number. The largest that compile without spills for an A100 and an H200 (which
+    alone could take 64 cached tokens of head_dim 128), not measured on either."""
+    group, columns = shape.num_heads // shape.num_kv_heads, power_of_two(shape.head_dim)
     if itemsize == 4:  # three products each, whose parts take many registers
-        size, tile_kv, num_warps, num_stages = (16, 16, 8, 2) if wide else (32, 32, 8, 2)
+        size, tile_kv, num_warps, num_stages = (32, 32, 8, 2) if columns <= 128 else (16, 16, 8, 2)
     else:
-        size, tile_kv, num_warps, num_stages = (64, 32, 8, 3) if wide else (128, 64, 8, 3)
+        size, tile_kv = 128 if columns <= 128 else 64, 64 if columns <= 64 else 32
+        num_warps, num_stages = 8, 3
     size = max(size, power_of_two(group))
     return PrefillTiles(size // group, size, tile_kv, num_warps, num_stages)

@@ -7,6 +7,7 @@ time was up before the last case.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ UNKNOWN = 3
 
 def main() -> int:
     options = _parser().parse_args()
+    # So that the compiling process and its files go too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     lacking = missing()
     if lacking is not None:
         print(f"gpu gate: it cannot run: {lacking}")
@@ -110,8 +113,12 @@ def _run_in(
             stdin=subprocess.DEVNULL,
             env=os.environ | environment(cuda, dump),
         )
-        problem = _watch(process, results, deadline)
-    return [json.loads(line) for line in results.read_text().splitlines()], f"{problem}: {_last_line(log)}"
+        try:
+            ending = _watch(process, results, deadline)
+        finally:
+            process.kill()
+            process.wait()
+    return [json.loads(line) for line in results.read_text().splitlines()], f"{ending}: {_last_line(log)}"
 
 
 def _watch(process: subprocess.Popen[bytes], results: Path, deadline: float) -> str:
@@ -125,8 +132,6 @@ def _watch(process: subprocess.Popen[bytes], results: Path, deadline: float) -> 
         if results.stat().st_size != size:
             size, since = results.stat().st_size, now
         if now - since > CASE_TIMEOUT_S or now > deadline:
-            process.kill()
-            process.wait()
             return "out of time" if now > deadline else f"no answer in {CASE_TIMEOUT_S} s"
 
 

@@ -66,7 +66,9 @@ def _tried(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 def _measured(compiled: compiling.Compiled) -> dict[str, Any]:
     measured = compiled._asdict()
-    measured["kernels"] = [kernel._asdict() for kernel in compiled.kernels]
+    # A kernel of each layer may be one of its own, all alike.
+    unlike = [kernel for i, kernel in enumerate(compiled.kernels) if kernel not in compiled.kernels[:i]]
+    measured["kernels"] = [kernel._asdict() | {"count": compiled.kernels.count(kernel)} for kernel in unlike]
     measured["new_arrays"] = [array._asdict() for array in compiled.new_arrays[:8]]
     return measured
 

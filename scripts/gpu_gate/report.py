@@ -88,9 +88,13 @@ def tables(results: list[dict[str, Any]]) -> str:
 
 def _kernel_words(result: dict[str, Any]) -> str:
     return "; ".join(
-        f"{kernel['name']} {kernel['registers']} registers, {kernel['shared_bytes']:,} B shared, {_uses(kernel)}"
+        f"{_name(kernel)} {kernel['registers']} registers, {kernel['shared_bytes']:,} B shared, {_uses(kernel)}"
         for kernel in result.get("kernels", ())
     )
+
+
+def _name(kernel: dict[str, Any]) -> str:
+    return kernel["name"] + (f" ({kernel['count']} alike)" if kernel["count"] > 1 else "")
 
 
 def _uses(kernel: dict[str, Any]) -> str:
@@ -100,7 +104,7 @@ def _uses(kernel: dict[str, Any]) -> str:
 def _kernel_rows(result: dict[str, Any]) -> list[str]:
     identity = f"| {result['target']} | {result['op']} | {result['backend']} | {result['shape']} "
     return [
-        f"{identity}| {kernel['name']} | {kernel['num_threads']} | {kernel['registers']} | {kernel['spill_bytes']} "
+        f"{identity}| {_name(kernel)} | {kernel['num_threads']} | {kernel['registers']} | {kernel['spill_bytes']} "
         f"| {kernel['shared_bytes']:,} | {_uses(kernel)} |"
         for kernel in result.get("kernels", ())
     ]

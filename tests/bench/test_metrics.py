@@ -9,7 +9,6 @@ from pagedjax.bench.metrics import (
     Status,
     chunk_token_counts,
     meets,
-    percentile,
     serve_figures,
     spread,
     summarise,
@@ -34,9 +33,9 @@ def make_record(*times_s, start_s=0.0, end_s=None, output_len=None, num_tokens=N
 
 
 def test_percentiles_interpolate_between_ranks():
-    values = [0.0, 10.0, 20.0, 30.0]
-    assert [percentile(values, p) for p in (0, 50, 90, 100)] == pytest.approx([0.0, 15.0, 27.0, 30.0])
-    assert percentile([7.0], 99) == 7.0
+    summary = summarise([0.0, 10.0, 20.0, 30.0])
+    assert (summary.p50, summary.p90, summary.max) == pytest.approx((15.0, 27.0, 30.0))
+    assert summarise([7.0]).p99 == 7.0
 
 
 def test_a_summary_of_nothing_is_nothing():

@@ -64,6 +64,22 @@ SMALL = (
     Instance("twin", (Asked((1, 2, 3, 4), 2), Asked((1, 2, 3, 4), 2, 0, "iron")), {}, 0, 1, waits=False),
     # The second prompt begins with what the first leaves of a step, and goes on with two blocks at once.
     Instance("chunk", (GOLD, Asked((4, 5, 6, 7, 8), 1)), {"num_blocks": 5}, 0, 0, waits=False),
+    # There are slots and blocks for both, but the first prompt takes all tokens of three steps.
+    Instance(
+        "tokens",
+        (Asked((1, 2, 3, 4, 5), 1, 0, "gold"), Asked((6,), 2, -1, "iron")),
+        {"max_num_seqs": 2, "max_num_batched_tokens": 2, "async_scheduling": False},
+        0,
+        1,
+    ),
+    # Two slots: those who make way for two prompts with one prefix, of which the second awaits the first.
+    Instance(
+        "burst",
+        (Asked((1,), 2, 1, "gold"), Asked((2,), 2, 1, "gold"), Asked((3, 4, 5), 1), Asked((3, 4, 6), 1)),
+        {"max_num_seqs": 2, "async_scheduling": False},
+        0,
+        0,
+    ),
     # The first two crowd the third out; when the second stops, it comes back before the first has what it needs.
     Instance(
         "three",

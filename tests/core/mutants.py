@@ -379,7 +379,7 @@ def preempt_impatiently(may_preempt):
 def preempt_who_is_owed(candidates):
     def mutant(running, order, best):
         config = replace(order.config, preemption_strategy="priority")
-        blind = Order(config, order.tenants, order.backlogged, order.now_us, order.max_wait_us, order.planned)
+        blind = Order(config, order.tenants, order.now_us, order.max_wait_us, order.planned, order.total_weight)
         return candidates(running, blind, (True, *best[1:]))
 
     return mutant
@@ -444,7 +444,6 @@ MUTANTS = [
     (yielding, "is_shielded", never),
     (yielding, "_candidates", preempt_the_reserved),
     (yielding, "_may_preempt", preempt_impatiently),
-    (parking, "hold_copies", hold_without_counting),
     (transfers, "settle", settle_nothing),
     (confirming, "add_children", share_no_tails),
     (confirming, "leave_for_slots", keep_all_forks),
@@ -455,6 +454,7 @@ MUTANTS = [
 MUTANTS_FOR_SEARCH = [
     (planning, "charge", charge_twice, "way"),
     (planning, "charge", charge_somebody_else, "way"),
+    (parking, "hold_copies", hold_without_counting, "slot"),
     (parking, "await_writes", await_nothing, "slot"),
     (transfers, "forget", forget_nothing, "failure"),
     (parking, "_cancel_fetch", discard_nothing, "failure"),

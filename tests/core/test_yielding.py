@@ -50,6 +50,42 @@ def test_it_takes_blocks_too_where_slots_are_free():
     assert (world.running(), world.waiting()) == ([urgent, 0], [1])
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_it_goes_before_a_prompt_that_would_take_all_tokens_of_many_steps(async_scheduling):
+    """Slots and blocks are free, tokens are not. Those that only decode do not yield: theirs would be no help."""
+    world = World(max_num_batched_tokens=8, max_model_len=256, num_blocks=128, async_scheduling=async_scheduling)
+    decoding, prompt = world.arrive(4, max_tokens=80), world.arrive(150, max_tokens=1)
+    for _ in range(4):
+        step_ahead(world)
+    urgent = world.arrive(4, max_tokens=1, priority=-1)
+    for _ in range(world.state.config.max_steps_in_flight + 2):
+        step_ahead(world)
+    assert urgent in world.finished
+    assert reasons(world) == [(prompt, "priority")]
+    assert {decoding, prompt} <= set(world.running())
+    world.run()
+    assert world.preempted == [prompt]
+    assert world.num_computed < 150 + 4 + 4 + 79 + world.state.config.block_size  # full blocks are computed once
+
+
+def step_ahead(world):
+    """Plan a step, and let the oldest be done once as many as may be are in flight."""
+    plan = world.due()
+    if plan is None or len(world.state.in_flight) == world.state.config.max_steps_in_flight:
+        world.done()
+
+
+def test_who_has_made_way_does_not_come_back_before_one_that_awaits_its_prefix_for_a_step():
+    world = full(3)
+    prefix = list(range(8))
+    urgent = [world.arrive([*prefix, i], priority=-1) for i in range(3)]
+    world.step()
+    assert world.running() == urgent[:1]
+    world.step()
+    assert world.running() == urgent
+    assert sorted(world.preempted) == [0, 1, 2]
+
+
 def test_it_takes_no_more_than_it_needs():
     world = full(4)
     for _ in range(2):

@@ -9,10 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from pagedjax.core.effects import CopyBlocks, Discard, Fetch, SwapOut
+from pagedjax.core.invariants import check
 from pagedjax.core.plan import StepPlan, Tier
 from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.outputs import add_update, empty_output
 from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.sampler import Scores
 from pagedjax.runtime.swap import Completion
@@ -215,6 +217,20 @@ def num_preemptions(engine, **labels) -> int:
     (family,) = engine.metrics.preemptions.collect()
     samples = [sample for sample in family.samples if sample.name.endswith("_total")]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def run(engine, prompt, sampling, request_id="r"):
+    """One request to its end, as a RequestOutput; and the most blocks that its sequences held."""
+    request = engine.prepare(prompt, sampling, request_id=request_id)
+    output, most = empty_output(request), 0
+    engine.add(request)
+    while engine.has_work:
+        for update in engine.step():
+            add_update(output, update)
+        check(engine.state)
+        most = max(most, len(engine.state.pool.counts))
+    assert not engine.state.pool.counts and not engine.runner.tokens
+    return output, most
 
 
 def build_counting(config: EngineConfig, **options) -> Engine:

@@ -12,11 +12,10 @@ from flax import nnx
 from pagedjax.core.errors import RequestError
 from pagedjax.core.invariants import check
 from pagedjax.core.request import MAX_BEAM_WIDTH, SamplingParams
-from pagedjax.engine.outputs import add_update, empty_output
 from pagedjax.models.stack import init_caches
 from pagedjax.weights import load
 from pallas_kernels.ragged_attention import Ragged, xla
-from tests.engine.fakes import num_preemptions
+from tests.engine.fakes import num_preemptions, run
 from tests.engine.forcing import KINDS, num_fetched_bytes, run_forced, use
 from tests.runtime import tiny
 
@@ -69,20 +68,6 @@ def dense(model, config, size):
 @pytest.fixture(scope="module")
 def log_probs():
     return dense(tiny.make_model(), tiny.CONFIG, 64)
-
-
-def run(engine, prompt, sampling, request_id="r"):
-    """One request to its end, as a RequestOutput; and the most blocks that its beams held."""
-    request = engine.prepare(prompt, sampling, request_id=request_id)
-    output, most = empty_output(request), 0
-    engine.add(request)
-    while engine.has_work:
-        for update in engine.step():
-            add_update(output, update)
-        check(engine.state)
-        most = max(most, len(engine.state.pool.counts))
-    assert not engine.state.pool.counts and not engine.runner.tokens
-    return output, most
 
 
 def assert_equal(outputs, expected, params):

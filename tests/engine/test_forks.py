@@ -10,7 +10,7 @@ from pagedjax.core.events import Aborted
 from pagedjax.core.invariants import check
 from pagedjax.core.request import SamplingParams
 from pagedjax.engine.outputs import add_update, empty_output
-from tests.engine.fakes import EOS, make_engine, num_preemptions
+from tests.engine.fakes import EOS, make_engine, num_preemptions, run
 from tests.engine.forcing import KINDS, run_forced, use
 
 N, BLOCK_SIZE = 8, 4
@@ -20,20 +20,6 @@ PROMPT = [5, 9, 2, 40, 17, 33, 8, 100, 3, 77]
 
 def params(**fields) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 5, **fields})
-
-
-def run(engine, prompt, sampling, request_id="r"):
-    """One request to its end, as a RequestOutput; and the most blocks that its sequences held."""
-    request = engine.prepare(prompt, sampling, request_id=request_id)
-    output, most = empty_output(request), 0
-    engine.add(request)
-    while engine.has_work:
-        for update in engine.step():
-            add_update(output, update)
-        check(engine.state)
-        most = max(most, len(engine.state.pool.counts))
-    assert not engine.state.pool.counts and not engine.runner.tokens
-    return output, most
 
 
 def num_planned_tokens(engine) -> float:

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_copy import backend_for, loop, reference, staging_for
+from pallas_kernels.block_copy import backend_for, loop, pallas_triton, reference, staging_for
 
 NUM_BLOCKS = 12
 DTYPES = ("float32", "bfloat16", "uint16", "float8_e4m3fn")
 # Bytes that make no NaN, whose bits the definition may change on CPUs; XLA before JAX 0.11 does so in a loop too.
 NO_NAN = 0x3F
-HIGHEST = {reference.BACKEND: NO_NAN, loop.BACKEND: 0xFF if jax.__version_info__ >= (0, 11) else NO_NAN}
-backends = pytest.mark.parametrize("backend", [reference.BACKEND, loop.BACKEND], ids=lambda x: x.name)
+FROM_0_11 = 0xFF if jax.__version_info__ >= (0, 11) else NO_NAN
+HIGHEST = {reference.BACKEND: NO_NAN, loop.BACKEND: FROM_0_11, pallas_triton.INTERPRETED: NO_NAN}
+backends = pytest.mark.parametrize("backend", HIGHEST, ids=lambda x: x.name)
 caches_of = pytest.mark.parametrize("dtypes", [(x, x) for x in DTYPES] + [("int8", "float32")], ids="-".join)
 
 
@@ -98,6 +99,7 @@ def test_types_without_whole_words_are_refused():
         staging_for([jax.ShapeDtypeStruct((4, 2), np.float64)], 1)
 
 
-def test_cpus_loop_and_others_index():
+def test_cpus_loop_gpus_have_a_kernel_and_others_index():
     assert backend_for("cpu") is loop.BACKEND
-    assert backend_for("gpu") is reference.BACKEND
+    assert backend_for("gpu") is pallas_triton.BACKEND
+    assert backend_for("tpu") is reference.BACKEND

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.attention import AttentionShape
 from pallas_kernels.paged_attention import pallas_triton, reference
+from pallas_kernels.paged_attention.cuts import cut
 from pallas_kernels.paged_attention.shapes import LLAMA_8B
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
 from tests.pallas_kernels.decodes import expected, fresh_rng, make_decodes, relative_error, to_cache
@@ -80,7 +81,7 @@ def test_a_llama_sized_context_is_spread_and_combined(kv_lens):
 
 def test_a_long_row_among_short_ones_is_cut_into_many_pieces_of_whole_tiles():
     lens = jnp.array([1, 30_000, 2, 0, 100], jnp.int32)
-    cuts = pallas_triton._cut((jnp.zeros_like(lens), lens), LLAMA_8B, decode_tiles(LLAMA_8B, 2))
+    cuts = cut((jnp.zeros_like(lens), lens), 8, decode_tiles(LLAMA_8B, 2))
     counts, starts = np.diff(cuts.row_starts), np.asarray(cuts.row_starts)
     assert counts[[0, 2, 3, 4]].tolist() == [1, 1, 0, 1] and counts[1] > 40
     widths = np.asarray(cuts.ends - cuts.firsts)[starts[1] : starts[2]]
@@ -89,11 +90,11 @@ def test_a_long_row_among_short_ones_is_cut_into_many_pieces_of_whole_tiles():
 
 
 def test_every_piece_of_a_row_holds_tokens_and_all_fit_whatever_the_lengths():
-    rng, tiles = fresh_rng(), CUT
+    rng = fresh_rng()
     for _ in range(40):
         lens = jnp.asarray(rng.integers(0, rng.integers(2, 2000), rng.integers(1, 9)), jnp.int32)
         first = jnp.asarray(rng.integers(0, 50, lens.shape), jnp.int32)
-        cuts = pallas_triton._cut((jnp.minimum(first, lens), lens), SMALL, tiles)
+        cuts = cut((jnp.minimum(first, lens), lens), 2, CUT)
         num_pieces = int(cuts.row_starts[-1])
         assert num_pieces <= len(cuts.rows)
         widths = np.asarray(cuts.ends - cuts.firsts)

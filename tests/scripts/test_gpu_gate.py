@@ -202,3 +202,10 @@ def test_without_the_wheels_it_says_so_in_a_line_and_its_exit_code():
 
 def test_jax_tritons_shared_memory_is_read_from_its_note():
     assert reading.jax_triton_shared_bytes("quant_matmul: shared_mem_bytes: 16512\n") == 16512
+
+
+def test_kernels_that_are_alike_are_told_once_with_their_number():
+    kernel = make_kernel()._asdict() | {"count": 32}
+    told = {"op": "step", "backend": "b", "target": "h200", "shape": "s", "status": "ok", "reasons": []}
+    assert "paged_attention" not in report.line(told)
+    assert "paged_decode (32 alike) 138 registers" in report.line(told | {"kernels": [kernel]})

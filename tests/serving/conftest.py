@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -21,6 +22,7 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.events import Arrived, StepDue
 from pagedjax.core.request import Logprob, Request, SamplingParams
 from pagedjax.engine import logs
+from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.load import load_of
 from serving.app import create_app
 from serving.server import DrainingServer, bind
@@ -294,6 +296,18 @@ def serving_of():
             assert not thread.is_alive()
 
     return serving
+
+
+@pytest.fixture
+def openai_client(golden_llm, serving_of):
+    """OpenAI's client of a server over the real model, and the model's name. At the end no block is held."""
+    engine = AsyncEngine(golden_llm.engine.config, lambda config: golden_llm.engine)
+    with (
+        serving_of(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, engine.model_name
+    assert not engine.state().running and not engine.state().pool.counts
 
 
 @pytest.fixture(name="wait_for", scope="session")

@@ -7,7 +7,6 @@ import pytest
 from pydantic import BaseModel
 
 from pagedjax.core.structure import StructuredOutputsParams
-from pagedjax.engine.async_engine import AsyncEngine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -52,19 +51,8 @@ class Point(BaseModel):
     is_far: bool
 
 
-@pytest.fixture
-def openai_client(golden_llm, serving_of):
-    engine = AsyncEngine(golden_llm.engine.config, lambda config: golden_llm.engine)
-    with (
-        serving_of(engine) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield lambda: (client, engine.model_name)
-    assert not engine.state().running and not engine.state().pool.counts
-
-
 def test_openai_s_parse_helper_gets_its_class_and_streams_say_the_same(openai_client):
-    client, model = openai_client()
+    client, model = openai_client
     asked = {
         "model": model,
         "messages": [{"role": "user", "content": "Where is it?"}],

@@ -2,12 +2,10 @@
 
 import json
 
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.grammar import Grammars
 from serving import tools
 from serving.app import create_app
@@ -233,19 +231,9 @@ class ByteGrammarTokenizer(ByteTokenizer):
     bos_token_id = 257
 
 
-@pytest.fixture
-def openai_client(golden_llm, serving_of):
-    engine = AsyncEngine(golden_llm.engine.config, lambda config: golden_llm.engine)
-    with (
-        serving_of(engine) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield lambda: (client, engine.model_name)
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_openai_s_client_gets_calls_that_fit_the_schema(openai_client, choice):
-    client, model = openai_client()
+    client, model = openai_client
     asked = {
         "model": model,
         "messages": [{"role": "user", "content": "How is the weather in Bonn?"}],

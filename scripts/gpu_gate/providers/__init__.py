@@ -3,4 +3,12 @@
 A provider is a module with `cases(target) -> Iterable[Case]`, "h200" or "a100".
 """
 
-PROVIDERS = ("ragged_attention", "paged_attention", "kv_write", "quant_matmul", "steps")
+PROVIDERS = (
+    "ragged_attention",
+    "paged_attention",
+    "kv_write",
+    "block_copy",
+    "quant_matmul",
+    "steps",
+    "quant_steps",
+)

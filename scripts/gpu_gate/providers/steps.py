@@ -52,7 +52,7 @@ KERNELS = {
     },
     "pallas_triton": {
         "step": {"ragged_attention": (TENSOR_CORES,)},
-        "decode": {"paged_attention": (TENSOR_CORES,)},
+        "decode": {"paged_attention_pieces": (TENSOR_CORES,), "paged_attention_combine": ()},
     },
 }
 SPLIT = {key: WHOLE[key] for key in (("step", 2048), ("decode", 64), ("head", 64))}
