@@ -31,25 +31,31 @@ def main() -> int:
     options = _parser().parse_args()
     # So that the compiling process and its files go too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    lacking = missing()
-    if lacking is not None:
+    if options.join:
+        record = report.joined([json.loads(path.read_text()) for path in options.join])
+    elif (lacking := missing()) is None:
+        record = report.new_record(list(_results(options)), ROOT)
+    else:
         print(f"gpu gate: it cannot run: {lacking}")
         return UNKNOWN
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.page:
+        report.write_page(options.page, record["results"])
+    print(report.summary(record["results"]))
+    statuses = {result["status"] for result in record["results"]}
+    return 1 if statuses & set(report.BAD) else UNKNOWN if "unfinished" in statuses else 0
+
+
+def _results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of all groups, each shown as soon as it is known."""
     deadline = time.monotonic() + options.limit_s
-    results: list[dict[str, Any]] = []
     for provider in options.provider or PROVIDERS:
         for target in options.target or TARGETS:
             run = partial(_run_process, provider, target, options, deadline)
             for result in run_group(run, {"op": provider, "target": target}, lambda: time.monotonic() < deadline):
-                results.append(result)
                 print(report.line(result), flush=True)
-    if options.json:
-        report.write_json(options.json, results, ROOT)
-    if options.page:
-        report.write_page(options.page, results)
-    print(report.summary(results))
-    statuses = {result["status"] for result in results}
-    return 1 if statuses & set(report.BAD) else UNKNOWN if "unfinished" in statuses else 0
+                yield result
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases that have this in their name")
     parser.add_argument("--quick", action="store_true", help="the short gate: one shape or two of each op")
     parser.add_argument("--limit-s", type=float, default=3600, help="stop after so many seconds")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", metavar="FILE", help="compile nothing, put these results together"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--page", type=Path, metavar="FILE", help="rewrite the generated section of that page")
     return parser

@@ -1,6 +1,5 @@
 """Results as lines for a terminal, as JSON, and as the generated section of a page."""
 
-import json
 import platform
 import subprocess
 import sys
@@ -26,17 +25,38 @@ def summary(results: list[dict[str, Any]]) -> str:
     return "gpu gate: " + ", ".join(f"{counts[name]} {name}" for name in ("ok", "refused", *BAD, "unfinished"))
 
 
-def write_json(path: Path, results: list[dict[str, Any]], root: Path) -> None:
+def new_record(results: list[dict[str, Any]], root: Path) -> dict[str, Any]:
+    """What is kept of a run: how and from what it was made, and its results."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    # By name, not by path: where a checkout lies is nobody's business.
-    command = ["python", "-m", "scripts.gpu_gate", *sys.argv[1:]]
-    head = {"command": " ".join(command), "commit": _commit(root), "versions": versions}
-    path.write_text(json.dumps(head | {"results": results}, indent=1) + "\n")
+    command = " ".join(["python", "-m", "scripts.gpu_gate", *_without_files(sys.argv[1:])])
+    return {"runs": [{"command": command, "commit": _commit(root), "versions": versions}], "results": results}
+
+
+def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Records of several runs as one. A later result of the same case replaces an earlier one, where that stood."""
+    runs = [run for record in records for run in record["runs"]]
+    results = {_identity(result): result for record in records for result in record["results"]}
+    return {"runs": runs, "results": list(results.values())}
+
+
+def _identity(result: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(result[name] for name in ("op", "backend", "target", "shape"))
+
+
+def _without_files(arguments: list[str]) -> list[str]:
+    """Where results were written to says nothing about them."""
+    kept, rest = [], iter(arguments)
+    for argument in rest:
+        if argument in ("--json", "--page"):
+            next(rest, None)
+        else:
+            kept.append(argument)
+    return kept
 
 
 def _commit(root: Path) -> dict[str, Any] | None:

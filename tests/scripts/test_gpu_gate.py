@@ -1,5 +1,6 @@
 """The gate's reader on what compilers really said, and its judge on what must not pass."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -209,3 +210,26 @@ def test_kernels_that_are_alike_are_told_once_with_their_number():
     told = {"op": "step", "backend": "b", "target": "h200", "shape": "s", "status": "ok", "reasons": []}
     assert "paged_attention" not in report.line(told)
     assert "paged_decode (32 alike) 138 registers" in report.line(told | {"kernels": [kernel]})
+
+
+def test_a_later_run_replaces_the_cases_that_it_has_and_keeps_the_others():
+    a, b = ({"op": "o", "backend": "b", "target": "h200", "shape": shape} for shape in "ab")
+    first = {"runs": ["one"], "results": [a | {"status": "violation"}, b | {"status": "ok"}]}
+    record = report.joined([first, {"runs": ["two"], "results": [a | {"status": "ok"}]}])
+    assert record == {"runs": ["one", "two"], "results": [a | {"status": "ok"}, b | {"status": "ok"}]}
+
+
+def test_a_record_says_how_it_was_made_and_not_where_it_lies(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--json", "/somewhere/r.json", "--only", "8b", "--page", "p.md"])
+    (run,) = report.new_record([], ROOT)["runs"]
+    assert run["command"] == "python -m scripts.gpu_gate --quick --only 8b"
+    assert {"python", "jax", "triton"} <= run["versions"].keys()
+
+
+def test_joining_needs_no_wheels_and_fails_on_what_is_wrong(tmp_path):
+    case = {"op": "o", "backend": "b", "target": "h200", "shape": "s", "reasons": ["it spills"], "status": "violation"}
+    (tmp_path / "a.json").write_text(json.dumps({"runs": [], "results": [case]}))
+    command = [sys.executable, "-m", "scripts.gpu_gate", "--join", str(tmp_path / "a.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "1 violation" in done.stdout
