@@ -65,7 +65,7 @@ def _devices() -> Iterator[str]:
     for device in jax.devices():
         yield _row(str(device), device.device_kind)
     on_host = jax.default_backend() == "cpu"
-    yield _row("swap space", "plain memory, as the cache is" if on_host else "host memory that is not pinned")
+    yield _row("swap space", "plain memory, as the cache is" if on_host else "pinned memory of the host")
 
 
 def _backends() -> Iterator[str]:

@@ -21,7 +21,7 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import device_memory, kv_cache
 from pagedjax.runtime.pools import make_pools
 from pagedjax.runtime.runner import Runner
-from pagedjax.runtime.swap import Pool, max_staging_bytes
+from pagedjax.runtime.swap import AnyPool, max_staging_bytes
 from pagedjax.weights import load, store
 from pagedjax.weights.pack import PackedWeight, describe
 from pallas_kernels import dispatch
@@ -36,7 +36,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     Raises ConfigError for a model that cannot be found, read or held in memory, and for limits that do not fit it.
     """
     report = progress or _silent
-    memory_share = claim_memory(config.gpu_memory_utilization)
+    memory_share = claim_memory(config.gpu_memory_utilization, config.swap_space)
     path = store.resolve(config.model, report)
     report("load", 0, 1)
     with load.open_checkpoint(path) as checkpoint:
@@ -97,7 +97,7 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> AttentionBacke
     return backend
 
 
-def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, Pool]) -> SchedulerConfig:
+def with_tiers(scheduler: SchedulerConfig, pools: Mapping[Tier, AnyPool]) -> SchedulerConfig:
     """The limits, with the blocks that the lower tiers have."""
     num_blocks = {tier: pool.num_blocks for tier, pool in pools.items()}
     return replace(

@@ -3,6 +3,7 @@
 Every field is a flag of `pagedjax serve`, a keyword of `LLM(...)` and a TOML key. Names are vLLM's where it has one.
 """
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -23,6 +24,8 @@ KVCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3"]
 GPU_MEMORY_UTILIZATION = 0.9
 # Where XLA reads how much of a GPU's memory its allocator takes, when it starts.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# And how many GB of pinned memory it takes of the host's at most, and what that is otherwise.
+_PINNED_LIMIT, _PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 # What a cache's type is called by JAX.
 KV_CACHE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
@@ -210,9 +213,11 @@ def resolve(config: EngineConfig, model: ModelConfig, *, platform: str) -> Engin
     )
 
 
-def claim_memory(utilization: float | None) -> float:
+def claim_memory(utilization: float | None, swap_space: float = 0.0) -> float:
     """Let JAX's allocator take that share of a GPU's memory, unless the environment says another or JAX has started;
-    gives the part of what the allocator has that makes up the share."""
+    gives the part of what the allocator has that makes up the share. And let it take `swap_space` GiB of the host's."""
+    if swap_space > _PINNED_GIB / 2:  # blocks on their way are there twice
+        os.environ.setdefault(_PINNED_LIMIT, str(math.ceil(2 * swap_space)))
     share = GPU_MEMORY_UTILIZATION if utilization is None else utilization
     said = next(filter(None, map(os.environ.get, _FRACTIONS)), None)
     if said is None:

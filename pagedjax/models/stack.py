@@ -48,6 +48,8 @@ def run_layers(
     if len(caches) == 1 and len(layers) > 1:
         x, cache = (_looped if loop else _joined)(layers, x, caches[0], mix)
         return x, (cache,)
+    # As a function of its own it is traced and lowered once: a kernel of Mosaic takes seconds to lower.
+    mix = jax.jit(mix, static_argnums=2)
     new = []
     for layer, cache in zip(layers, caches, strict=True):
         attended, cache = mix(layer.before(x), cache, 0)

@@ -30,7 +30,7 @@ from pagedjax.runtime.config import RuntimeConfig, shapes_for
 from pagedjax.runtime.programs import Programs, Progress
 from pagedjax.runtime.results import PooledRow, StepHandle, StepResult, bring
 from pagedjax.runtime.slots import SlotTable
-from pagedjax.runtime.swap import Completion, Pool, Transfers
+from pagedjax.runtime.swap import AnyPool, Completion, Transfers
 from pagedjax.runtime.tokens import TokenTable
 from pallas_kernels import block_copy
 from pallas_kernels.ragged_attention import AttentionBackend
@@ -65,7 +65,7 @@ class Runner:
         backend: AttentionBackend,
         dtype: Any,
         cache_dtype: Any = None,
-        pools: Mapping[Tier, Pool] = MappingProxyType({}),
+        pools: Mapping[Tier, AnyPool] = MappingProxyType({}),
     ) -> None:
         if runtime.compilation_cache_dir is not None:
             compiles.use_persistent_cache(runtime.compilation_cache_dir)

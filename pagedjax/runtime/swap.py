@@ -18,6 +18,7 @@ import numpy as np
 from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import Tier
+from pagedjax.runtime.pinned import PinnedPool
 
 COPY_SIZES = (1, 4, 16, 64, 256)
 # On a host, beyond it the C library maps and clears fresh memory for every array: 64 blocks of 737 KB took 27 ms, 32
@@ -35,6 +36,10 @@ class Pool(Protocol):
     def write(self, block_id: int, block: np.ndarray) -> None: ...
 
     def read(self, block_id: int, out: np.ndarray) -> None: ...
+
+
+# PinnedPool takes and gives staging arrays instead.
+AnyPool = Pool | PinnedPool
 
 
 class Piece(NamedTuple):
@@ -102,7 +107,7 @@ class Transfers:
     """
 
     def __init__(
-        self, pools: Mapping[Tier, Pool], row: jax.ShapeDtypeStruct, sizes: Sequence[int], max_staging_bytes: int
+        self, pools: Mapping[Tier, AnyPool], row: jax.ShapeDtypeStruct, sizes: Sequence[int], max_staging_bytes: int
     ) -> None:
         self._pools, self._row, self._sizes = pools, row, tuple(sizes)
         self._max_each_way = max_staging_bytes // 2
@@ -224,37 +229,46 @@ def _staged_blocks(num_blocks: int, sizes: Sequence[int]) -> int:
 _Ended = queue.SimpleQueue[tuple[_Transfer, list[Piece], str | None]]
 
 
-def _write(transfer: _Transfer, pieces: list[Piece], pool: Pool, ended: _Ended) -> None:
+def _write(transfer: _Transfer, pieces: list[Piece], pool: AnyPool, ended: _Ended) -> None:
     """Staging arrays to a pool."""
     error = None
     try:
         left = transfer.block_ids
         for staging, num_blocks in pieces:
-            for row, block_id in zip(np.asarray(staging).view(np.uint8), left[:num_blocks]):
-                pool.write(block_id, row)
+            if isinstance(pool, PinnedPool):
+                pool.keep(staging, left[:num_blocks])
+            else:
+                for row, block_id in zip(np.asarray(staging).view(np.uint8), left[:num_blocks]):
+                    pool.write(block_id, row)
             left = left[num_blocks:]
     except Exception as problem:  # the device's, the disk's: any of them means that the copy is not there
         error = _describe(problem)
     ended.put((transfer, [], error))
 
 
-def _read(transfer: _Transfer, shapes: list[tuple[int, int]], word: Any, pool: Pool, ended: _Ended) -> None:
+def _read(transfer: _Transfer, shapes: list[tuple[int, int]], word: Any, pool: AnyPool, ended: _Ended) -> None:
     """Blocks of a pool to fresh staging arrays."""
     pieces: list[Piece] = []
     error = None
     try:
         left = transfer.block_ids
         for shape in shapes:
-            # Fresh each time and never written again: a CPU device keeps it as it is.
-            values = _aligned(shape, word)
-            for row, block_id in zip(values.view(np.uint8), left):
-                pool.read(block_id, row)
-            pieces.append(Piece(jax.device_put(values), min(len(left), shape[0])))
-            left = left[shape[0] :]
+            mine, left = left[: shape[0]], left[shape[0] :]
+            is_pinned = isinstance(pool, PinnedPool)
+            staging = pool.bring(mine, shape[0]) if is_pinned else _brought(mine, shape, word, pool)
+            pieces.append(Piece(staging, len(mine)))
         jax.block_until_ready([piece.staging for piece in pieces])
     except Exception as problem:
         pieces, error = [], _describe(problem)
     ended.put((transfer, pieces, error))
+
+
+def _brought(block_ids: tuple[int, ...], shape: tuple[int, int], word: Any, pool: Pool) -> jax.Array:
+    # Fresh each time and never written again: a CPU device keeps it as it is.
+    values = _aligned(shape, word)
+    for row, block_id in zip(values.view(np.uint8), block_ids):
+        pool.read(block_id, row)
+    return jax.device_put(values)
 
 
 def _aligned(shape: tuple[int, int], word: Any) -> np.ndarray:

@@ -108,6 +108,15 @@ def test_the_allocator_takes_the_share_unless_the_environment_says_another(said,
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == ("" if said else str(wish or 0.9))
 
 
+@pytest.mark.parametrize(("swap_space", "limit"), [(0.0, None), (32.0, None), (40.5, "81")])
+def test_a_large_swap_space_raises_the_limit_of_pinned_memory(swap_space, limit, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "")
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    claim_memory(None, swap_space)
+    assert os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB") == limit
+
+
 def test_a_share_in_the_environment_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "much")
     with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION=much"):

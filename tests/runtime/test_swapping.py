@@ -1,8 +1,9 @@
 """Blocks from the runner's cache to lower tiers and back: the same bits, the same tokens, in the same memory."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import count
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pagedjax.core.plan import Row, Scatter, StepPlan, Tier
 from pagedjax.runtime import kv_cache
 from pagedjax.runtime.disk import DiskPool, SwapFile
 from pagedjax.runtime.host import HostPool
+from pagedjax.runtime.pinned import PinnedPool
 from pallas_kernels.ragged_attention import xla
 from tests.runtime.tiny import CONFIG, SCHEDULER, Sequence, make_runner, params, plan_rows, take
 
@@ -28,11 +30,11 @@ transfer_ids = count(1)
 class Rig:
     """A warm runner with both lower tiers."""
 
-    def __init__(self, dtype, folder):
+    def __init__(self, dtype, folder, host_pool=HostPool):
         self.block_bytes = kv_cache.block_bytes(CONFIG, xla.BACKEND, SCHEDULER.block_size, jnp.dtype(dtype))
         file = SwapFile(folder, NUM_LOWER_BLOCKS * self.block_bytes)
         self.pools = {
-            Tier.HOST: HostPool(NUM_LOWER_BLOCKS, self.block_bytes),
+            Tier.HOST: host_pool(NUM_LOWER_BLOCKS, self.block_bytes),
             Tier.DISK: DiskPool(file, NUM_LOWER_BLOCKS, self.block_bytes),
         }
         computing = "float32" if dtype in QUANTISED else dtype
@@ -73,6 +75,13 @@ def rig(request, rig_of):
     return rig_of(request.param)
 
 
+@pytest.fixture(scope="module")
+def pinned_rig(tmp_path_factory):
+    """As on a GPU: the host's blocks lie in pinned memory, of which this platform has a kind too."""
+    pinned = partial(PinnedPool, device=jax.devices()[0])
+    return Rig("bfloat16", tmp_path_factory.mktemp("swap"), host_pool=pinned)
+
+
 @pytest.fixture
 def plain_rig(rig_of):
     return rig_of("float32")
@@ -97,6 +106,22 @@ def test_any_bits_survive_the_way_through_the_cache(rig, num_blocks, lower, devi
     for block_id, out in zip(lower[::-1], found):
         rig.pools[other].read(block_id, out)
     np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5, 16])
+def test_blocks_come_back_from_pinned_memory_whole_in_part_and_in_any_order(pinned_rig, num_blocks):
+    values = np.random.default_rng(num_blocks).integers(0, 256, (num_blocks, pinned_rig.block_bytes), np.uint8)
+    pinned_rig.runner.reset()
+    for block_id, block in enumerate(values):
+        pinned_rig.pools[Tier.DISK].write(block_id, block)
+    fetched = pinned_rig.fetch(Tier.DISK, range(num_blocks))
+    pinned_rig.step(Scatter(fetched, tuple((i, i) for i in range(num_blocks))))
+    pinned_rig.swap_out(Tier.HOST, ((i, i) for i in range(num_blocks)))
+    for chosen in (range(num_blocks), range(num_blocks)[::-1], range(num_blocks)[1::2] or (0,)):
+        pairs = tuple((place, 20 + i) for place, i in enumerate(chosen))
+        pinned_rig.step(Scatter(pinned_rig.fetch(Tier.HOST, chosen), pairs))
+        found = stored(pinned_rig, [20 + i for i in chosen])
+        np.testing.assert_array_equal(found, values[list(chosen)])
 
 
 def test_only_the_pairs_asked_for_are_scattered(plain_rig):
