@@ -5,7 +5,6 @@ finish and then end with an error. The second ends them at once; the third leave
 While the model loads /health answers already, /ready and the API say 503, and a signal ends the process at once.
 """
 
-import faulthandler
 import logging
 import socket
 import time
@@ -193,8 +192,7 @@ class DrainingServer(uvicorn.Server):
             age_s = self._service.engine.step_age_s()
             log.critical("event=engine_%s step_age_s=%.1f active=%d", health, age_s, len(self._service.active))
             if health == "stuck":
-                # Where every thread stands, on standard error.
-                faulthandler.dump_traceback()
+                self._service.engine.dump_stacks()
         self._num_dead_ticks += 1
         grace_s = STUCK_GRACE_S if health == "stuck" else FAILED_GRACE_S
         if self._num_dead_ticks > grace_s * TICKS_PER_S and not self.should_exit:

@@ -26,7 +26,14 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 ONLY = {"pagedjax.simulator": {"pagedjax.core"}, "serving": {"pagedjax.engine", "pagedjax.core"}}
 CORE_MAY_USE = sys.stdlib_module_names | {"immutables", "numpy"}
 KERNELS_MAY_USE = sys.stdlib_module_names | {"jax", "jaxlib", "jax_triton", "triton", "numpy", "ml_dtypes"}
-LIGHT = ("pagedjax", "pagedjax.core", "pagedjax.core.scheduler", "pagedjax.cli", "pagedjax.engine.config")
+LIGHT = (
+    "pagedjax",
+    "pagedjax.core",
+    "pagedjax.core.scheduler",
+    "pagedjax.cli",
+    "pagedjax.engine.config",
+    "pagedjax.engine.async_engine",
+)
 MAY_PRINT = ("pagedjax.cli", "pagedjax.bench")
 
 

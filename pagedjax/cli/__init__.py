@@ -33,7 +33,7 @@ class ServeOptions:
     max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
     drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
     engine_process: EngineProcess = option(
-        "auto", "http", "run the engine in a process of its own; auto does so beside a GPU"
+        "auto", "http", "run the engine in a process of its own; auto does so on more than one core"
     )
     request_timeout_s: float = option(
         3600.0, "http", "seconds that a request has for its whole answer before it is ended (504); 0 is no limit"

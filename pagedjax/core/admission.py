@@ -32,9 +32,9 @@ def admit(state: State, batch: Batch) -> State:
     """Admit waiting sequences in order of rank until a slot, a token or a block is missing.
 
     One whose next block is being computed by a row of this same step is passed over until the next step, when it can
-    read that block: so a burst of prompts with one prefix computes it once. Nobody of a worse grade comes before it:
-    whoever has just made way for it would be back at once. So is one whose copies are still on their way to a lower
-    tier, but its slot and its blocks are kept for it.
+    read that block: so a burst of prompts with one prefix computes it once. Nobody of a worse grade comes before it, or
+    whoever has just made way for it would be back at once. One whose copies are still on their way to a lower tier is
+    passed over too, but its slot and its blocks are kept for it.
     """
     config = state.config
     slots = config.max_num_seqs - len(state.running)

@@ -22,6 +22,7 @@ from pagedjax.core.parking import park_without_device, phase_of
 from pagedjax.core.phases import Cause, next_phase
 from pagedjax.core.plan import Fork, RowResult
 from pagedjax.core.policy import order_of
+from pagedjax.core.prefix import check_names
 from pagedjax.core.request import FinishReason
 from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import leave
@@ -91,8 +92,7 @@ def _chosen(sequence: Sequence, choice: RowResult, config: SchedulerConfig) -> S
         raise SchedulerError(f"sequence {sequence_id} awaits no choice")
     num_tokens = sequence.num_tokens + choice.num_accepted
     names = sequence.block_hashes + (choice.block_hashes if sequence.stay.named else ())
-    if names and len(names) != num_tokens // config.block_size:
-        raise SchedulerError(f"sequence {sequence_id} has {num_tokens // config.block_size} full blocks: {choice}")
+    check_names(sequence_id, names, num_tokens, config.block_size)
     if choice.finish is not None:
         phase = next_phase(sequence.phase, Cause.FINISH) if sequence.blocks else sequence.phase
         return sequence._replace(phase=phase, num_tokens=num_tokens, finish=FinishReason(choice.finish))

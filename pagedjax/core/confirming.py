@@ -15,6 +15,7 @@ from pagedjax.core.forking import add_children, leave_for_slots
 from pagedjax.core.leaving import drain
 from pagedjax.core.phases import Cause, Phase, next_phase
 from pagedjax.core.plan import Row, RowResult, StepPlan
+from pagedjax.core.prefix import check_names
 from pagedjax.core.request import FinishReason
 from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import SAMPLE_COST, Tenants, charge
@@ -97,7 +98,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
                 phase, finish = next_phase(phase, Cause.FINISH), _reason(sequence, row, result)
         if new_names and stay.named:
             names += new_names
-            _check_names(sequence, len(names), num_tokens // config.block_size)
+            check_names(request.sequence_id, names, num_tokens, config.block_size)
     accepted = (
         request,
         arrival_us,
@@ -125,11 +126,6 @@ def _reason(sequence: Sequence, row: Row, result: RowResult) -> FinishReason:
     if result.finish not in _REASONS:
         raise SchedulerError(f"sequence {sequence.sequence_id} ends for no known reason: {result.finish}")
     return FinishReason(result.finish)
-
-
-def _check_names(sequence: Sequence, num_names: int, num_full: int) -> None:
-    if num_names != num_full:
-        raise SchedulerError(f"sequence {sequence.sequence_id} has {num_full} full blocks and {num_names} names")
 
 
 def _filled_blocks(

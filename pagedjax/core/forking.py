@@ -14,6 +14,7 @@ from pagedjax.core.errors import SchedulerError
 from pagedjax.core.leaving import drain
 from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Fork, Row, RowResult, StepPlan
+from pagedjax.core.prefix import check_names
 from pagedjax.core.resuming import Start
 from pagedjax.core.state import Sequence, State
 from pagedjax.core.yielding import yields
@@ -122,8 +123,7 @@ def child_of(parent: Sequence, fork: Fork, config: SchedulerConfig) -> Sequence:
         raise SchedulerError(f"sequence {fork.sequence_id} has all its tokens when it is forked")
     names = parent.block_hashes[: (num_tokens - 1) // config.block_size]
     names += fork.block_hashes if parent.stay.named else ()
-    if names and len(names) != num_tokens // config.block_size:
-        raise SchedulerError(f"sequence {fork.sequence_id} has {num_tokens // config.block_size} full blocks: {fork}")
+    check_names(fork.sequence_id, names, num_tokens, config.block_size)
     return parent._replace(
         request=request,
         phase=Phase.YIELDING if parent.phase is Phase.YIELDING else Phase.RUNNING,

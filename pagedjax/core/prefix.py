@@ -9,6 +9,7 @@ from hashlib import sha256
 from immutables import Map
 
 from pagedjax.core.blocks import BlockPool
+from pagedjax.core.errors import SchedulerError
 from pagedjax.core.tenants import DEFAULT_TENANT
 
 ROOT_HASH = b"pagedjax"
@@ -25,6 +26,13 @@ def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
     """The name of a full block: `parent` names the block before it (`root_hash` for the first);
     `token_bytes` are its token ids as little-endian int32."""
     return sha256(parent + token_bytes).digest()
+
+
+def check_names(sequence_id: int, names: tuple[bytes, ...], num_tokens: int, block_size: int) -> None:
+    """Raise SchedulerError unless every full block of so many tokens has a name, or none has."""
+    num_full = num_tokens // block_size
+    if names and len(names) != num_full:
+        raise SchedulerError(f"sequence {sequence_id} has {num_full} full blocks and {len(names)} names")
 
 
 def max_prefix_blocks(num_tokens: int, block_size: int) -> int:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import generate_latest
 
@@ -17,19 +17,19 @@ from pagedjax.core.request import SamplingParams
 from pagedjax.core.state import State
 from pagedjax.core.tenants import DEFAULT_TENANT
 from pagedjax.engine import logs
-from pagedjax.engine.build import build_engine
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.link import Build, Facts, Link, ThreadLink
 from pagedjax.engine.load import Admission, Load
-from pagedjax.engine.metrics import EngineMetrics
+from pagedjax.engine.messages import Abort, Add, CountRefused, Dropped, Failed, Report, Stepped
 from pagedjax.engine.outputs import EngineError, Update
 from pagedjax.engine.process_link import ProcessLink
-from pagedjax.engine.step_loop import Abort, Add, CountRefused, Dropped, Failed, Report, Stepped
 from pagedjax.engine.stream import Stream
 from pagedjax.engine.submission import Pooling, Submission, submission
 from pagedjax.engine.tokenizer import Tokenizer
-from pagedjax.weights.store import ProgressBar
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
+    from pagedjax.engine.metrics import EngineMetrics
 
 T = TypeVar("T")
 
@@ -181,8 +181,12 @@ class AsyncEngine:
         if self._facts is not None:
             await self._link.ask(partial(_set_level, level))
 
+    def dump_stacks(self) -> None:
+        """Write to standard error where every thread of the engine's process stands, to see why a step hangs."""
+        self._link.dump_stacks()
+
     @property
-    def metrics(self) -> EngineMetrics:
+    def metrics(self) -> "EngineMetrics":
         """Those of an engine in this process; else see `render_metrics`."""
         return self._here().metrics
 
@@ -206,7 +210,7 @@ class AsyncEngine:
             raise RequestError("the model is still loading", code="not_ready")
         return self._facts
 
-    def _here(self) -> Engine:
+    def _here(self) -> "Engine":
         self._loaded()
         if not isinstance(self._link, ThreadLink) or self._link.engine is None:
             raise EngineError("the engine runs in a process of its own: use ask and render_metrics")
@@ -247,18 +251,22 @@ class AsyncEngine:
         self._streams.clear()
 
 
-def _build_showing_progress(config: EngineConfig) -> Engine:
+def _build_showing_progress(config: EngineConfig) -> "Engine":
+    # With JAX: beside an engine in a process of its own, this one has no use for it.
+    from pagedjax.engine.build import build_engine
+    from pagedjax.weights.store import ProgressBar
+
     with ProgressBar(config.name) as bar:
         return build_engine(config, bar)
 
 
-def _of_state(question: Callable[[State], T], engine: Engine) -> T:
+def _of_state(question: Callable[[State], T], engine: "Engine") -> T:
     return question(engine.state)
 
 
-def _rendered(engine: Engine) -> bytes:
+def _rendered(engine: "Engine") -> bytes:
     return generate_latest(engine.metrics.registry)
 
 
-def _set_level(level: str, _engine: Engine) -> None:
+def _set_level(level: str, _engine: "Engine") -> None:
     logs.set_level(level)

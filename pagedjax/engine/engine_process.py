@@ -5,25 +5,41 @@ middle of a step too. Signals are the parent's to judge.
 """
 
 import ctypes
+import faulthandler
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine import logs
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.link import Build, Facts
+from pagedjax.engine.messages import Abort, Add, Command, Refuse
 from pagedjax.engine.outputs import EngineError
-from pagedjax.engine.step_loop import Abort, Add, Command, Refuse, StepLoop
+from pagedjax.engine.step_loop import StepLoop
 from pagedjax.engine.submission import Submission
-from pagedjax.engine.wire import Answer, Ask, FromEngine, NotStarted, Packer, Ready, Stop, ToEngine, unpack_commands
+from pagedjax.engine.wire import (
+    Answer,
+    Ask,
+    DumpStacks,
+    FromEngine,
+    NotStarted,
+    Packer,
+    Ready,
+    Stop,
+    ToEngine,
+    unpack_commands,
+)
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +96,15 @@ class Office:
 
     def receive(self) -> None:
         """Take in what comes, until the pipe ends; then this process does."""
-        while True:
-            try:
-                messages = unpack_commands(self._pipe.recv_bytes())
-            except (EOFError, OSError):
-                leave(1)
-            for message in messages:
-                self._take(message)
+        try:
+            while True:
+                for message in unpack_commands(self._pipe.recv_bytes()):
+                    self._take(message)
+        except (EOFError, OSError):
+            pass
+        except BaseException:
+            logger.exception("event=intake_failed")
+        leave(1)
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Stop):
@@ -97,6 +115,8 @@ class Office:
             return
         assert self._steps is not None
         match message:
+            case DumpStacks():
+                faulthandler.dump_traceback()
             case Ask():
                 self.tell(answer(message, self._steps.engine))
             case Add(request) if request.params.structured_outputs is not None:
@@ -129,9 +149,9 @@ class Office:
                 steps.put(abort)
 
 
-def answer(ask: Ask, engine: Engine) -> Answer:
+def answer(ask: Ask, engine: "Engine") -> Answer:
     try:
-        return Answer(ask.number, ask.question(engine))
+        return Answer(ask.number, pickle.dumps(pickle.loads(ask.question)(engine)))
     except Exception as error:
         return Answer(ask.number, error=_portable(error))
 

@@ -1,24 +1,28 @@
 """The way from asyncio to the step loop: what both ways have in common, and the one to a thread of this process."""
 
 import asyncio
+import faulthandler
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
-from pagedjax.engine.step_loop import Command, Report, StepLoop
+from pagedjax.engine.messages import Command, Report
+from pagedjax.engine.step_loop import StepLoop
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
-Build = Callable[[EngineConfig], Engine]
+Build = Callable[[EngineConfig], "Engine"]
 Hear = Callable[[Report], None]
 
 
@@ -42,8 +46,12 @@ class Link(Protocol):
         """The part of preparing that is done where the engine is. Safe on any thread. Raises RequestError."""
         ...
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def ask(self, question: "Callable[[Engine], T]") -> T:
         """What a function that can be imported says of the engine, where that is, beside its steps."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Write to standard error where every thread beside the steps' stands, and theirs."""
         ...
 
     def is_alive(self) -> bool: ...
@@ -61,7 +69,7 @@ class ThreadLink:
         self._steps: StepLoop | None = None
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> "Engine | None":
         """None until it is loaded."""
         return None if self._steps is None else self._steps.engine
 
@@ -80,9 +88,12 @@ class ThreadLink:
         assert self._steps is not None
         return self._steps.engine.with_grammar(request)
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def ask(self, question: "Callable[[Engine], T]") -> T:
         assert self._steps is not None
         return question(self._steps.engine)
+
+    def dump_stacks(self) -> None:
+        faulthandler.dump_traceback()
 
     def is_alive(self) -> bool:
         return self._thread is None or self._thread.is_alive()

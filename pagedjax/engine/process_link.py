@@ -8,22 +8,36 @@ be written is bounded by `Admission`, which counts it as waiting in line.
 import asyncio
 import logging
 import multiprocessing
+import pickle
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedjax.engine import engine_process, logs
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.link import STOP_TIMEOUT_S, Build, Facts, Hear, call_on, settle
+from pagedjax.engine.messages import Command, Failed
 from pagedjax.engine.outputs import EngineError
-from pagedjax.engine.step_loop import Command, Failed
 from pagedjax.engine.submission import Submission
-from pagedjax.engine.wire import Answer, Ask, FromEngine, NotStarted, Ready, Stop, ToEngine, pack_commands, unpack
+from pagedjax.engine.wire import (
+    Answer,
+    Ask,
+    DumpStacks,
+    FromEngine,
+    NotStarted,
+    Ready,
+    Stop,
+    ToEngine,
+    pack_commands,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +82,7 @@ class ProcessLink:
         try:
             return await self._ready
         except asyncio.CancelledError:
+            self._is_stopping = True
             self._process.kill()
             raise
 
@@ -78,19 +93,22 @@ class ProcessLink:
         """Grammars are compiled there, once the request has arrived."""
         return request._replace(prompt=None)
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def ask(self, question: "Callable[[Engine], T]") -> T:
         """Raises EngineError where there is nobody any more to answer."""
-        if self._is_lost:
+        if self._is_lost or self._is_stopping:
             raise EngineError("the engine's process has ended")
         assert self._loop is not None
-        number, answer = next(self._numbers), self._loop.create_future()
-        self._questions[number] = answer
-        self._outbox.put(Ask(number, question))
+        ask = Ask(next(self._numbers), pickle.dumps(question))
+        answer = self._questions[ask.number] = self._loop.create_future()
+        self._outbox.put(ask)
         try:
-            value: T = await answer
+            value: T = pickle.loads(await answer)
         finally:
-            self._questions.pop(number, None)
+            self._questions.pop(ask.number, None)
         return value
+
+    def dump_stacks(self) -> None:
+        self._outbox.put(DumpStacks())
 
     def is_alive(self) -> bool:
         return not self._is_lost
@@ -129,13 +147,19 @@ class ProcessLink:
     def _read(self, pipe: Connection, hear: Hear) -> None:
         """Runs on a thread of its own, and returns when the pipe ends."""
         assert self._loop is not None
+        assert self._process is not None
         try:
             while True:
                 call_on(self._loop, self._take, unpack(pipe.recv_bytes()), hear)
         except (EOFError, OSError):
-            call_on(self._loop, self._lose, hear)
-        finally:
-            pipe.close()
+            pass
+        except BaseException:
+            logger.exception("event=report_unreadable")
+        pipe.close()
+        if not self._is_stopping:
+            # It is ending, or has closed its pipe in some other way and is of no use.
+            self._process.join(_EXIT_TIMEOUT_S)
+        call_on(self._loop, self._lose, hear)
 
     # From here on: the event loop again.
 
@@ -157,8 +181,6 @@ class ProcessLink:
         assert self._process is not None and self._ready is not None
         self._is_lost = True
         self._outbox.put(None)
-        # It is ending, or has closed its pipe in some other way and is of no use.
-        self._process.join(_EXIT_TIMEOUT_S if not self._is_stopping else 0)
         error = EngineError(f"the engine's process has ended (exit code {self._process.exitcode})")
         if not self._is_stopping:
             logger.critical("event=engine_process_lost pid=%s exit_code=%s", self._process.pid, self._process.exitcode)

@@ -7,13 +7,15 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from pagedjax.core.errors import RequestError
-from pagedjax.engine.engine import Engine
-from pagedjax.engine.load import Load, load_of
+from pagedjax.engine.load import load_of
+from pagedjax.engine.messages import Abort, Add, Command, CountRefused, Dropped, Failed, Refuse, Report, Stepped
 from pagedjax.engine.outputs import Update
-from pagedjax.engine.submission import Submission
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -21,63 +23,10 @@ logger = logging.getLogger(__name__)
 QUIET_REPORT_S = 0.5
 
 
-class Add(NamedTuple):
-    """Queue a request."""
-
-    request: Submission
-
-
-class Refuse(NamedTuple):
-    """Tell whoever waits for this request what it was refused for."""
-
-    request_id: str
-    error: Exception
-
-
-class Abort(NamedTuple):
-    """Drop a request; `outcome` is what the metrics call it."""
-
-    request_id: str
-    outcome: str
-
-
-class CountRefused(NamedTuple):
-    """A request of this tenant was refused before it came here."""
-
-    tenant: str
-
-
-Command = Add | Refuse | Abort | CountRefused
-
-
-class Stepped(NamedTuple):
-    """What a step, or a refusal, brought, and which requests were taken in since the last report. `load` is None while
-    the line and the number of running sequences are as they were."""
-
-    updates: list[Update]
-    taken_ids: list[str]
-    load: Load | None
-
-
-class Dropped(NamedTuple):
-    """The engine knows an abort: nothing more comes of the request."""
-
-    request_id: str
-
-
-class Failed(NamedTuple):
-    """The loop has ended by an error."""
-
-    reason: str
-
-
-Report = Stepped | Dropped | Failed
-
-
 class StepLoop:
     """`put` is safe on any thread; `run` owns the engine until it returns."""
 
-    def __init__(self, engine: Engine, tell: Callable[[Report], None]) -> None:
+    def __init__(self, engine: "Engine", tell: Callable[[Report], None]) -> None:
         self.engine = engine
         self._tell = tell
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -120,7 +69,6 @@ class StepLoop:
                     self._report([Update(request.request_id, None, error=error)])
             case Refuse(request_id, error):
                 self._taken_ids.append(request_id)
-                self.engine.metrics.requests.labels("refused").inc()
                 self._report([Update(request_id, None, error=error)])
             case Abort(request_id, outcome):
                 self.engine.abort(request_id, outcome)

@@ -4,6 +4,7 @@ Byte-level BPE only; what is not known here is refused by name.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -11,7 +12,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pagedjax.core.errors import ConfigError
 from pagedjax.engine.chat_template import ChatTemplate
 from pagedjax.engine.vocabulary import Vocabulary
-from pagedjax.weights.gguf import GgufFile, open_gguf
+
+if TYPE_CHECKING:
+    from pagedjax.weights.gguf import GgufFile
 
 # What `tokenizer.ggml.token_type` says of a token.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -31,6 +34,9 @@ _PRE_NAMES = (*_SINGLE_DIGITS, *_LLAMA3_NAMES, "gpt-2", "qwen2")
 
 def read_gguf(path: Path) -> Vocabulary:
     """What the metadata of the GGUF file at `path` says. Raises ConfigError."""
+    # With JAX, which a process that only tokenises has no use for.
+    from pagedjax.weights.gguf import open_gguf
+
     file = open_gguf(path)
     try:
         return _read(file)
@@ -38,7 +44,7 @@ def read_gguf(path: Path) -> Vocabulary:
         file.close()
 
 
-def _read(file: GgufFile) -> Vocabulary:
+def _read(file: "GgufFile") -> Vocabulary:
     metadata = file.metadata
     tokens, kinds = _tokens(file)
     backend = _backend(file, tokens)
@@ -55,7 +61,7 @@ def _read(file: GgufFile) -> Vocabulary:
     return Vocabulary(backend, template, bos, frozenset(ends))
 
 
-def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
+def _tokens(file: "GgufFile") -> tuple[list[str], list[int]]:
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         name = {"llama": "SentencePiece ('llama')", None: "missing"}.get(kind, repr(kind))
@@ -71,7 +77,7 @@ def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _backend(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+def _backend(file: "GgufFile", tokens: list[str]) -> tokenizers.Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre")
     merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -89,7 +95,7 @@ def _backend(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _pre_tokenizer(file: GgufFile) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(file: "GgufFile") -> pre_tokenizers.PreTokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre")
     prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", False))
     words = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
@@ -114,7 +120,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[in
     backend.add_tokens(added(_USER_DEFINED, False))
 
 
-def _frame(backend: tokenizers.Tokenizer, file: GgufFile, bos: int | None, eos: int | None) -> None:
+def _frame(backend: tokenizers.Tokenizer, file: "GgufFile", bos: int | None, eos: int | None) -> None:
     """Put the BOS and EOS tokens that the model wants around every text."""
     metadata = file.metadata
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES)

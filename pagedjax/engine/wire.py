@@ -6,31 +6,33 @@ against 0.7 on two busy cores), and fewer bytes. Both ends are one program of on
 
 import pickle
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.link import Facts
+from pagedjax.engine.messages import Command, Report, Stepped
 from pagedjax.engine.outputs import Delta, Update
-from pagedjax.engine.step_loop import Command, Report, Stepped
 
 # Prompts' log-probabilities go over once; so many requests are remembered to have theirs.
 _MAX_TOLD = 4096
 
 
 class Ask(NamedTuple):
-    """`question` is pickled by its name, so it must be importable."""
+    """`question` is a function of the engine, pickled, so that a wrong one is the fault of whoever asks."""
 
     number: int
-    question: Callable[[Engine], Any]
+    question: bytes
 
 
 class Answer(NamedTuple):
-    """`error` is what the question raised, in place of a value."""
+    """`value` is pickled; `error` is what the question raised in place of one."""
 
     number: int
-    value: Any = None
+    value: bytes = b""
     error: Exception | None = None
+
+
+class DumpStacks(NamedTuple):
+    """Write to standard error where every thread stands."""
 
 
 class Ready(NamedTuple):
@@ -47,7 +49,7 @@ class Stop(NamedTuple):
     """End: what runs is not waited for."""
 
 
-ToEngine = Command | Ask | Stop
+ToEngine = Command | Ask | DumpStacks | Stop
 FromEngine = Report | Answer | Ready | NotStarted
 
 

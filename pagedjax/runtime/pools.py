@@ -48,6 +48,7 @@ def _made(directory: str) -> Path:
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set --swap-dir") from error
+    except (OSError, ValueError) as error:  # a ValueError: no path can be that
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot make the folder {directory!r}: {reason}; set --swap-dir") from error
     return folder

@@ -8,7 +8,7 @@ second, grid (head, row), weighs a row's pieces. Where the table holds no contex
 (KV head, row), does it all.
 
 Bytes: K and V of each context once, q once a piece, outputs once; pieces add 4 * (head_dim + 1) bytes a head and piece,
-written and read: 0.2 % at 2k tokens a piece, group 4, head_dim 128, bfloat16. Limits: see `triton.refuse`.
+written and read: 0.4 % at 2k tokens a piece, group 4, head_dim 128, bfloat16. Limits: see `triton.refuse`.
 """
 
 from functools import partial

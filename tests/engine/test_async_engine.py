@@ -236,9 +236,13 @@ def test_a_step_has_an_age_only_while_there_is_work():
 
 def test_an_abort_for_lack_of_time_is_counted_as_such():
     async def scenario(engine):
+        runner, gate = engine._link.engine.runner, threading.Semaphore(1)
+        collect = runner.collect
+        runner.collect = lambda handle: gate.acquire() and collect(handle)
         stream = engine.submit("abc", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         await anext(stream)
         stream.abort("timeout")
+        gate.release(60)
         while engine.state().running:
             await asyncio.sleep(0.001)
         return engine.metrics.registry.get_sample_value("pagedjax_requests_total", {"outcome": "timeout"})

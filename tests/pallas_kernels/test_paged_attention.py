@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.shapes import LLAMA_8B
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
 from tests.pallas_kernels.decodes import expected, fresh_rng, make_decodes, relative_error, to_cache
 
-LIMITS = {"float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
+LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}
 SMALL = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16)
 # Few tokens a piece, so that short contexts are cut too.
 CUT = DecodeTiles(size=16, tile_kv=16, num_warps=4, num_stages=3, min_piece=16, num_programs=12, tile_pieces=2)
@@ -52,10 +52,13 @@ def test_the_definition_agrees_with_float64(variant):
     check(reference.attend, SMALL, LENGTHS, 512, **variant)
 
 
-@pytest.mark.parametrize("tiles", [CUT, None], ids=["cut", "by default"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_the_kernel_agrees_on_any_lengths_and_variant(variant, tiles):
-    check(partial(pallas_triton.attend_interpreted, tiles=tiles), SMALL, LENGTHS, 512, **variant)
+def test_the_kernel_agrees_on_any_lengths_and_variant(variant):
+    check(partial(pallas_triton.attend_interpreted, tiles=CUT), SMALL, LENGTHS, 512, **variant)
+
+
+def test_rows_that_are_not_worth_cutting_go_whole():
+    check(pallas_triton.attend_interpreted, SMALL, LENGTHS, 512, **VARIANTS["all"])
 
 
 @pytest.mark.parametrize(

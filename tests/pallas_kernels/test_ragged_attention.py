@@ -11,6 +11,7 @@ from pallas_kernels.ragged_attention import AttentionShape, KVBlocks, native, pa
 from pallas_kernels.ragged_attention.shapes import MODELS, SMALL
 from pallas_kernels.ragged_attention.tiles import XlaTiles
 from tests.pallas_kernels.cases import MIXES, NUM_BLOCKS, TOKENS, expected, make_case, run
+from tests.pallas_kernels.decodes import fresh_rng, relative_error
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=16)
 NATIVE = pytest.param(native.BACKEND, marks=pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())))
@@ -63,6 +64,21 @@ def test_variants_agree_with_loops_over_tokens(backend, mix, variant):
     got, wanted = run(backend, case, jnp.float32, **variant), expected(case, **variant)
     np.testing.assert_allclose(got[0], wanted[0], atol=5e-5)
     np.testing.assert_allclose(got[1], wanted[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "options"),
+    [("bfloat16", 2e-2, {}), ("bfloat16", 2e-2, {"window": 200, "kv_dtype": "int8"}), ("float32", 1e-4, {})],
+    ids=["bfloat16", "int8 in a window", "float32"],
+)
+def test_the_triton_kernels_agree_with_float64_on_a_fresh_batch_of_llamas_shape(dtype, limit, options):
+    shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
+    case = make_case(shape, ((1, 500), (1, 1), (1, 16), (30, 300), (15, 15)), int(fresh_rng().integers(2**31)))
+    q, k, v = (x.astype(dtype).astype(jnp.float32) for x in case[:3])
+    case = case._replace(q=q, k=k, v=v, history=case.history.astype(jnp.dtype(dtype)).astype(np.float32))
+    assert (
+        relative_error(run(pallas_triton.INTERPRETED, case, dtype, **options)[0], expected(case, **options)[0]) < limit
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])

@@ -170,8 +170,9 @@ def test_space_that_holds_no_block_is_refused(fields, flag):
         make_pools(RuntimeConfig(**fields), BLOCK_BYTES)
 
 
-def test_a_folder_that_cannot_be_made_names_the_flag(tmp_path):
+@pytest.mark.parametrize("name", ["file/swap", "file", "a\0b"], ids=repr)
+def test_a_folder_that_cannot_be_made_names_the_flag(tmp_path, name):
     (tmp_path / "file").write_text("")
-    runtime = RuntimeConfig(swap_space_disk=0.001, swap_dir=str(tmp_path / "file" / "swap"))
+    runtime = RuntimeConfig(swap_space_disk=0.001, swap_dir=str(tmp_path / name))
     with pytest.raises(ConfigError, match=r"--swap-dir"):
         make_pools(runtime, BLOCK_BYTES)

@@ -133,7 +133,7 @@ class FakeEngine:
         self.tokenizer, self.registry = ByteTokenizer(), CollectorRegistry()
         self.submitted, self.aborted, self.tenants, self.salts = [], [], [], []
         self.preemptible, self.outcomes = [], []
-        self.step_age = 0.0
+        self.step_age, self.num_dumps = 0.0, 0
         self.full = False
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
@@ -190,6 +190,9 @@ class FakeEngine:
 
     async def render_metrics(self):
         return generate_latest(self.registry)
+
+    def dump_stacks(self):
+        self.num_dumps += 1
 
     async def set_log_level(self, level):
         logs.set_level(level)

@@ -1,7 +1,9 @@
 """The engine on a thread and in a process of its own: clients and operators cannot tell them apart."""
 
+import asyncio
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,6 +21,7 @@ import pytest
 from pagedjax.core.errors import ConfigError
 from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.config import EngineConfig
+from pagedjax.engine.outputs import EngineError
 from serving.app import create_app
 from serving.keys import KeySource
 from serving.server import DrainingServer, bind, serve
@@ -145,7 +148,7 @@ def test_operators_see_the_queue_and_the_state(server, client, wait_for):
         state = client.get("/debug/state").json()
     assert queue["tenants"] == {"default": {"running": 1, "waiting": 0}}
     assert [sequence["prompt_len"] for sequence in state["running"]] == [3]
-    assert state["num_blocks"] == 64 and len(state["cells"]) == 64
+    assert state["tiers"][0]["num_blocks"] == 64
 
 
 def test_many_at_once_are_kept_apart(client):
@@ -229,6 +232,34 @@ def test_a_process_that_crashes_in_a_step_leaves_the_server_s_own_metrics(servin
         again = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert "pagedjax_engine_up 0.0" in shown and "pagedjax_http_requests_total" in shown
     assert again.status_code == 500
+
+
+def test_a_question_that_cannot_be_sent_or_answered_is_the_asker_s_alone():
+    async def scenario():
+        engine = counting()
+        await engine.start()
+        for question in (lambda state: 1, unanswerable, raising):
+            with pytest.raises((EngineError, pickle.PicklingError, AttributeError)):
+                await engine.ask(question)
+        found = await engine.ask(num_blocks)
+        await engine.stop()
+        with pytest.raises(EngineError):
+            await engine.ask(num_blocks)
+        return found
+
+    assert asyncio.run(scenario()) == 64
+
+
+def num_blocks(state):
+    return state.pool.num_blocks
+
+
+def unanswerable(state):
+    return lambda: state
+
+
+def raising(state):
+    return state.no_such_thing
 
 
 def test_a_step_that_hangs_is_ended_with_its_process(serving_of, monkeypatch, wait_for):
