@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
+from tqdm import tqdm
+
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine import logs
 from pagedjax.engine.config import EngineConfig
@@ -52,6 +54,8 @@ def main(pipe: Connection, config: EngineConfig, build: Build, levels: Mapping[s
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     logs.begin(levels)
+    # By default bars share a semaphore between processes, of which nobody would be rid at our end.
+    tqdm.set_lock(threading.RLock())
     office = Office(pipe)
     threading.Thread(target=office.receive, name="intake", daemon=True).start()
     try:

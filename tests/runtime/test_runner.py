@@ -194,3 +194,26 @@ def test_steps_of_decodes_alone_run_their_own_programs(runner, monkeypatch):
     assert ids(generate(apart, PROMPTS, params(temperature=0), chunk=5)) == expected
     assert {name for name, _ in ran} >= {"step", "decode"}
     assert ("decode", 8) in ran
+
+
+def test_a_step_is_dispatched_without_looking_at_anything_of_the_device(runner, monkeypatch):
+    """Whatever brings an array's values to the host, or waits for it, is forbidden meanwhile."""
+    runner.tokens.add(30_000, [1, 2, 3], params(max_tokens=4, **WISHES["penalties"]), seed=0)
+    first = runner.dispatch(StepPlan(0, (Row(30_000, 0, 3, (0, 1), True),)))
+
+    def guarded(function):
+        def call(value, *args, **options):
+            assert not isinstance(value, jax.Array), "the host waits for the device"
+            return function(value, *args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for module, name in ((np, "asarray"), (np, "array"), (jax, "device_get"), (jax, "block_until_ready")):
+            patch.setattr(module, name, guarded(getattr(module, name)))
+        with pytest.raises(AssertionError, match="waits"):
+            runner.collect(first)
+        second = runner.dispatch(StepPlan(1, (Row(30_000, 3, 1, (0, 1), True),)))
+    assert runner.collect(first).ids.shape == runner.collect(second).ids.shape == (1,)
+    runner.release(30_000)
+    runner.tokens.drop(30_000)
