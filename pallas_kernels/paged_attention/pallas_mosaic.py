@@ -6,7 +6,7 @@ slots, all on the slot's barrier; the consumer multiplies the heads of the KV gr
 by K, and the weights by V. Rows of the tile past the group hold garbage that never leaves it.
 
 The step's lengths cut the contexts into pieces on the device (`cuts`), so that one row of 32k tokens fills the chip as
-64 rows of 4k do; XLA combines the pieces. A table too short to be worth it is not cut.
+64 rows of 4k do; the Triton backend's last kernel combines the pieces. A table too short to be worth it is not cut.
 
 Bytes: K and V of a context once, q, and per piece a float32 output, written and read. Limits: `support.refuse_shape`.
 """
@@ -26,8 +26,10 @@ from pallas_kernels.mosaic import warpgroups as wgs
 from pallas_kernels.mosaic.support import plgpu
 from pallas_kernels.mosaic.tiles import ROWS, DecodeTiles, decode_tiles, registers
 from pallas_kernels.mosaic.warpgroups import Ring, Scores, Softmax
+from pallas_kernels.paged_attention import pallas_triton as paged_triton
 from pallas_kernels.paged_attention.cuts import Cuts, cut
 from pallas_kernels.paged_attention.interface import PagedBackend
+from pallas_kernels.triton import plt
 
 
 def refuse(need: AttentionNeed) -> str | None:
@@ -63,7 +65,7 @@ def attend(
     options = {"out_dtype": jnp.float32 if is_split else q.dtype, "tiles": tiles, "interpret": interpret}
     out, log = attend_pieces(q, cache, block_tables, cuts, layer, Scores(scale, softcap), **options)
     if is_split:
-        return _combined(out, log, cuts, sinks).astype(q.dtype)
+        return _combined((out, log), q, cuts, sinks, interpret)
     if sinks is not None:
         out = (out * _share(log, sinks)[..., None]).astype(q.dtype)
     return jnp.where(kv_lens[:, None, None] > 0, out, jnp.zeros((), q.dtype))
@@ -74,8 +76,19 @@ def attend_interpreted(*args: Any, **options: Any) -> jax.Array:
     return attend(*args, **options, interpret=support.interpreter())
 
 
-def _combined(out: jax.Array, log: jax.Array, cuts: Cuts, sinks: jax.Array | None) -> jax.Array:
+def _combined(
+    parts: tuple[jax.Array, jax.Array], q: jax.Array, cuts: Cuts, sinks: jax.Array | None, interpret: Any
+) -> jax.Array:
+    """The rows' outputs, like q, by the Triton kernel while JAX has it: one launch a layer, where XLA takes nine."""
+    if plt is None:
+        return combined_by_xla(parts, cuts, sinks).astype(q.dtype)
+    call = partial(pl.pallas_call, interpret=bool(interpret))
+    return paged_triton.combined(call, parts, q, sinks, cuts.row_starts, q.shape[0], tile_pieces=16)
+
+
+def combined_by_xla(parts: tuple[jax.Array, jax.Array], cuts: Cuts, sinks: jax.Array | None) -> jax.Array:
     """The rows' outputs [rows, heads, head_dim] float32, from those of their pieces; zero where a row has none."""
+    out, log = parts
     num_rows = cuts.row_starts.shape[0] - 1
     is_piece = cuts.firsts < cuts.ends
     # What was not written may be NaN, and a row that is NaN must not carry over: a product sums over all pieces.
@@ -99,6 +112,8 @@ def _share(log: jax.Array, sinks: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(log / wgs.LOG2_E - sinks)
 
 
+# Jitted, so that the layers of a model share one lowering of the kernel, which takes a second.
+@partial(jax.jit, static_argnames=("scores", "out_dtype", "tiles", "interpret"))
 def attend_pieces(
     q: jax.Array,
     cache: KVBlocks,

@@ -83,7 +83,8 @@ def attend_rows(
     if tables.shape[1] * shape.block_size <= 2 * tiles.min_piece:
         return _whole(call, operands, spans, num_out, how, tiles)
     cuts = cut(spans, shape.num_kv_heads, tiles)
-    return _combined(call, _pieces(call, operands, cuts, how, tiles), operands, cuts, num_out, tiles)
+    parts = _pieces(call, operands, cuts, how, tiles)
+    return combined(call, parts, q, scoring.sinks, cuts.row_starts, num_out, tiles.tile_pieces)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -177,14 +178,20 @@ def _piece_kernel(
     plt.store(log_ref.at[piece, heads], state.peak + jnp.log2(state.total), mask=is_mine)
 
 
-def _combined(
-    call: Any, parts: Any, operands: tuple[Any, ...], cuts: Cuts, num_out: int, tiles: DecodeTiles
+def combined(
+    call: Any,
+    parts: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    sinks: jax.Array | None,
+    row_starts: jax.Array,
+    num_out: int,
+    tile_pieces: int,
 ) -> jax.Array:
-    """The rows' outputs, from those of their pieces."""
-    q, sinks = operands[0], operands[-1]
-    inputs = (sinks, *parts, cuts.row_starts)
+    """The rows' outputs, an array like q, from those of their pieces: outputs [pieces, heads, head_dim] and base-2
+    logarithms of their weights [pieces, heads]; `row_starts` [rows + 1]. `call` is `pl.pallas_call`."""
+    inputs = (sinks, *parts, row_starts)
     return call(
-        partial(_refs(_combine_kernel, (sinks,)), tile=tiles.tile_pieces),
+        partial(_refs(_combine_kernel, (sinks,)), tile=tile_pieces),
         grid=(q.shape[1], num_out),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         out_specs=_ANY,

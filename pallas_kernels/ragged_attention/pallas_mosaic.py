@@ -94,6 +94,8 @@ class Piece(NamedTuple):
     kv_len: jax.Array  # 0 for padding tokens, whose output is 0
 
 
+# Jitted, so that the layers of a model share one lowering of the kernel, which takes a second.
+@partial(jax.jit, static_argnames=("scale", "window", "softcap", "tiles", "interpret"))
 def prefill(
     q: jax.Array,
     cache: KVBlocks,

@@ -18,6 +18,7 @@ from scripts.gpu_gate.target import TARGETS
 QUICK = "8b-64x4k"
 # Backend -> its kernels where contexts are split, and where they are not.
 KERNELS = {
+    "pallas_mosaic": ("paged_attention_mosaic", "paged_attention_mosaic"),
     "pallas_triton": ("paged_attention_pieces", "paged_attention"),
     "jax_triton": ("paged_attention", "paged_attention"),
 }

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from pallas_kernels.mosaic import warpgroups
 from pallas_kernels.paged_attention import pallas_mosaic as paged_attention
 from pallas_kernels.ragged_attention import pallas_mosaic as ragged_attention
@@ -69,8 +71,10 @@ def planted(name: str | None) -> Iterator[None]:
     source = inspect.getsource(sound)
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant.function} has not just one {mutant.old!r} to replace")
+    jax.clear_caches()  # of what was traced before
     exec(compile(source.replace(mutant.old, mutant.new), f"<{name}>", "exec"), vars(mutant.module))
     try:
         yield
     finally:
         setattr(mutant.module, mutant.function, sound)
+        jax.clear_caches()
