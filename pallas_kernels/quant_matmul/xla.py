@@ -1,7 +1,7 @@
 """Dequantise to the activations' type, then one plain product: for many tokens, and for every device.
 
-Bytes: the 4-bit weight is read once, and the wide one written and read once, 9 bytes a weight in all at 16 bits; so it
-pays where the product itself takes longer than that. Rounds each weight to the activations' type.
+Bytes: the 4-bit weight is read once, and the wide one written and read once, 4.5 bytes a weight in all at 16 bits; so
+it pays where the product itself takes longer than that. Rounds each weight to the activations' type.
 """
 
 import jax
