@@ -68,7 +68,6 @@ def test_paged_attention_agrees_with_float64():
     [
         ("plain", "live = keys < stop", "live = keys <= stop"),
         ("plain", "keys % BLOCK_SIZE", "keys % BLOCK_SIZE * 0"),
-        ("plain", "at, mask=inside, other=0.0)\n", "at, mask=real[None, :], other=0.0)\n"),
         ("plain", "total = total * decay", "total = total"),
         ("window", "tl.maximum(end - WINDOW, 0)", "tl.maximum(end - WINDOW - 1, 0)"),
     ],

@@ -121,7 +121,7 @@ def test_turning_within_the_kernel_equals_turning_before_it(level, dtype):
 
 
 def call(case, aliases=None):
-    cache = laid_out(native.BACKEND, case.history[:, :, None])
+    cache = jax.tree.leaves(laid_out(native.BACKEND, case.history[:, :, None]))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (case.q, *cache)]
     qkv, none = jnp.concatenate(case[:3], axis=1), np.zeros(0, np.float32)
     aliases = {3: 1, 4: 2} if aliases is None else aliases
