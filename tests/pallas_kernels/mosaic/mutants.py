@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels.mosaic import warpgroups
 from pallas_kernels.paged_attention import pallas_mosaic as paged_attention
-from pallas_kernels.ragged_attention import pallas_mosaic as ragged_attention
+from pallas_kernels.ragged_attention import mosaic_kernel as ragged_attention
 
 
 class Mutant(NamedTuple):
