@@ -23,7 +23,8 @@ from pagedjax.runtime.pinned import PinnedPool
 COPY_SIZES = (1, 4, 16, 64, 256)
 # On a host, beyond it the C library maps and clears fresh memory for every array: 64 blocks of 737 KB took 27 ms, 32
 # took 3. A GPU copies large arrays at the speed of its link.
-_MAX_ARRAY_BYTES = {"cpu": 32 * 2**20 - 4096, "gpu": 256 * 2**20}
+_MAX_HOST_ARRAY_BYTES = 32 * 2**20 - 4096
+_MAX_DEVICE_ARRAY_BYTES = 256 * 2**20
 _LEAST_STAGING_BYTES = 64 * 2**20
 
 
@@ -77,7 +78,8 @@ class _Transfer(NamedTuple):
 
 def copy_sizes(block_bytes: int, num_blocks: int, platform: str = "cpu") -> tuple[int, ...]:
     """The numbers of blocks for which copy programs are made, where a device of `platform` has `num_blocks`."""
-    most = min(num_blocks, _MAX_ARRAY_BYTES[platform] // block_bytes)
+    most_bytes = _MAX_HOST_ARRAY_BYTES if platform == "cpu" else _MAX_DEVICE_ARRAY_BYTES
+    most = min(num_blocks, most_bytes // block_bytes)
     return tuple(size for size in COPY_SIZES if size == 1 or size <= most)
 
 
