@@ -39,7 +39,13 @@ def create_app(
     """
     service = Service(engine, trust_tenant_header=trust_tenant_header, keys=keys, options=options)
     route_of = {route.endpoint: route.path for route in ROUTES}
-    edge = Middleware(Edge, metrics=service.http_metrics, route_of=route_of, max_body_bytes=max_body_bytes)
+    edge = Middleware(
+        Edge,
+        metrics=service.http_metrics,
+        route_of=route_of,
+        max_body_bytes=max_body_bytes,
+        log_form=options.access_log,
+    )
     handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_http}
     app = Starlette(
         routes=ROUTES,

@@ -11,14 +11,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.core.errors import RequestError
-from serving import errors
-from serving.metrics import HttpMetrics
+from serving import access_log, errors
+from serving.access_log import AccessLogForm
+from serving.metrics import METHODS, HttpMetrics
 
 log = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
-# Asked several times a second by pages and probes; 503 is one of their answers, not a fault.
-_POLLED = ("/health", "/ready", "/metrics", "/debug/state")
 
 
 class Edge:
@@ -28,8 +27,17 @@ class Edge:
     `route_of` gives an endpoint's path template, which is what metrics and logs call it.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, route_of: Mapping[Any, str], max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: HttpMetrics,
+        route_of: Mapping[Any, str],
+        max_body_bytes: int,
+        log_form: AccessLogForm = "text",
+    ) -> None:
         self._app, self._metrics, self._route_of, self._max_body_bytes = app, metrics, route_of, max_body_bytes
+        self._log_form = log_form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,12 +48,12 @@ class Edge:
         headers: dict[str, str] = {}
         arrival_s = time.monotonic()
         scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers, arrival_s=arrival_s)
-        status = 0
+        status, first_byte_s = 0, None
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, first_byte_s
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, first_byte_s = message["status"], time.perf_counter() - began
                 MutableHeaders(scope=message).update({"x-request-id": request_id, **headers})
             await send(message)
 
@@ -61,15 +69,16 @@ class Edge:
                 raise
             await errors.error_response(error, request_id)(scope, receive, send_with_id)
         finally:
-            self._finish(scope, status or CLIENT_GONE_STATUS, time.perf_counter() - began)
+            self._finish(scope, status or CLIENT_GONE_STATUS, time.perf_counter() - began, first_byte_s)
 
-    def _finish(self, scope: Scope, status: int, duration_s: float) -> None:
-        request_id, notes = scope["state"]["request_id"], scope["state"]["notes"]
+    def _finish(self, scope: Scope, status: int, duration_s: float, first_byte_s: float | None) -> None:
+        state, caller = scope["state"], scope["state"].get("caller")
         route = self._route_of.get(scope.get("endpoint"), "unmatched")
-        self._metrics.end(route, scope["method"], status, notes.get("error"), duration_s)
-        fields = {"id": request_id, "route": route, "status": status, "duration_s": f"{duration_s:.4f}"}
-        level = logging.DEBUG if route in _POLLED and status in (200, 503) else logging.INFO
-        log.log(level, "event=request %s", " ".join(f"{name}={value}" for name, value in (fields | notes).items()))
+        self._metrics.end(route, scope["method"], status, state["notes"].get("error"), duration_s)
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        tenant = caller and errors.clean(caller.tenant[:64])
+        entry = (state["request_id"], method, route, status, tenant, duration_s, first_byte_s, state["notes"])
+        access_log.write(self._log_form, access_log.Entry(*entry))
 
 
 def limited(receive: Receive, headers: Headers, max_bytes: int) -> Receive:

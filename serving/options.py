@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pagedjax.core.errors import ConfigError
+from serving.access_log import AccessLogForm
 
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "json"]
 _HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -26,12 +27,15 @@ class ApiOptions:
     local_name: str | None = None
     request_timeout_s: float = 3600.0
     step_timeout_s: float = 120.0
+    access_log: AccessLogForm = "text"
 
     def __post_init__(self) -> None:
         for name in ("request_timeout_s", "step_timeout_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{name} must be 0 (no limit) or more, not {getattr(self, name)}; set {flag}")
+        if self.access_log not in get_args(AccessLogForm):
+            raise ConfigError(f"access_log must be one of {', '.join(get_args(AccessLogForm))}; set --access-log")
         if self.tool_call_parser not in get_args(ToolCallParser):
             known = ", ".join(get_args(ToolCallParser))
             raise ConfigError(f"tool_call_parser must be one of {known}; set --tool-call-parser")

@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 
 from pagedjax.core.errors import ConfigError
-from serving import errors
+from serving import access_log, errors
 from serving.app import MAX_BODY_BYTES, create_app
 from serving.interfaces import Engine
 from serving.keys import KeySource
@@ -54,6 +54,8 @@ def serve(
     `on_ready` is called with the URL once the model is loaded. Raises ConfigError, and what the engine raises.
     """
     listener = bind(host, port)
+    if options.access_log == "json":
+        access_log.begin_json()
     if is_loopback(listener.getsockname()[0]):
         options = replace(options, local_name=host.lower())
     try:

@@ -59,6 +59,9 @@ class ServeOptions:
     )
     trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
+    access_log: Literal["text", "json", "off"] = option(
+        "text", "http", "a line a request: text in the log, json on standard output, off for none"
+    )
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
@@ -221,6 +224,7 @@ def _serve(args: argparse.Namespace) -> int:
         allowed_hosts=parse_names(options.allowed_hosts or ""),
         request_timeout_s=options.request_timeout_s,
         step_timeout_s=options.step_timeout_s,
+        access_log=options.access_log,
     )
     return server.serve(
         lambda: _engine(config, own_process=has_own_process(options.engine_process)),
