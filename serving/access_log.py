@@ -15,7 +15,7 @@ AccessLogForm = Literal["text", "json", "off"]
 
 log = logging.getLogger(__name__)
 # Asked several times a second by pages and probes; 503 is one of their answers, not a fault.
-_POLLED = ("/health", "/ready", "/metrics", "/debug/state")
+_POLLED = ("/health", "/ready", "/metrics", "/debug/state", "/debug/steps")
 
 
 class Entry(NamedTuple):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import RequestError
-from serving import admin, asking, errors, generating, openapi
+from serving import admin, asking, errors, generating, history, openapi
 from serving.edge import Edge
 from serving.errors import json_response
 from serving.guard import Guard
@@ -81,6 +81,7 @@ ROUTES = [
     Route("/openapi.json", openapi_document, methods=["GET"]),
     Route("/docs", asking.docs, methods=["GET"]),
     Route("/", asking.page, methods=["GET"]),
+    *history.ROUTES,
     *admin.ROUTES,
 ]
 

@@ -11,7 +11,9 @@ from pagedjax.core.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from pagedjax.engine.async_engine import AsyncEngine
+    from pagedjax.engine.lives import LifeStory
     from pagedjax.engine.load import Load
+    from pagedjax.engine.step_history import StepRecord
     from pagedjax.engine.submission import Submission
 
 T = TypeVar("T")
@@ -76,8 +78,8 @@ class Engine(Protocol):
 
     `submit_all` takes all or none: RequestError at once for what can never run, and when it is full or draining.
     `load` is what waited and ran after the latest step. `ask` takes a function that can be imported, since the state
-    may be in another process; `render_metrics` gives Prometheus' text. `is_alive` says whether the step loop is there,
-    `step_age_s` how long ago its last step was while there is work.
+    may be in another process; `lives` and `steps` tell what was, `render_metrics` gives Prometheus' text. `is_alive`
+    says whether the step loop is there, `step_age_s` how long ago its last step was while there is work.
     """
 
     @property
@@ -105,6 +107,8 @@ class Engine(Protocol):
     def submit_all(self, requests: "Sequence[Submission]") -> Sequence[Stream]: ...
     def load(self) -> "Load": ...
     async def ask(self, question: Callable[[State], T]) -> T: ...
+    async def lives(self, request_id: str) -> "list[LifeStory]": ...
+    async def steps(self, since: int, limit: int) -> "list[StepRecord]": ...
     async def render_metrics(self) -> bytes: ...
     async def set_log_level(self, level: str) -> None: ...
     def dump_stacks(self) -> None: ...

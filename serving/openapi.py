@@ -134,6 +134,8 @@ _SUMMARIES = {
     "/ready": "Whether new requests are taken",
     "/metrics": "Prometheus",
     "/debug/state": "The scheduler's state",
+    "/debug/requests/{request_id}": "One request's whole life",
+    "/debug/steps": "The latest steps, one by one",
     "/": "A page to chat and to watch",
     "/openapi.json": "This document",
     "/docs": "This document as a page",
@@ -142,6 +144,7 @@ _SUMMARIES = {
     "/admin/abort/{request_id}": "End a request",
     "/admin/reload-keys": "Read the API keys again",
 }
+_QUERIES: dict[str, dict[str, dict[str, Any]]] = {"/debug/steps": {"since": _INTEGER}}
 
 
 @cache
@@ -171,8 +174,10 @@ def _operation(path: str, method: str) -> dict[str, Any]:
     }
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "Done"}, "default": error}}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    if names:
-        operation["parameters"] = [{"name": n, "in": "path", "required": True, "schema": _STRING} for n in names]
+    parameters = [{"name": n, "in": "path", "required": True, "schema": _STRING} for n in names]
+    parameters += [{"name": n, "in": "query", "schema": schema} for n, schema in _QUERIES.get(path, {}).items()]
+    if parameters:
+        operation["parameters"] = parameters
     if table and method != "GET":
         content = {"application/json": {"schema": body_schema(table, required)}}
         operation["requestBody"] = {"required": True, "content": content}

@@ -29,7 +29,9 @@ from pagedjax.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
+    from pagedjax.engine.lives import LifeStory
     from pagedjax.engine.metrics import EngineMetrics
+    from pagedjax.engine.step_history import StepRecord
 
 T = TypeVar("T")
 
@@ -170,6 +172,16 @@ class AsyncEngine:
         self._loaded()
         return await self._link.ask(partial(_of_state, question))
 
+    async def lives(self, request_id: str) -> "list[LifeStory]":
+        """What is remembered of a request, or of each of its prompts; nothing of one that is unknown or long gone."""
+        self._loaded()
+        return await self._link.ask(partial(_lives, request_id))
+
+    async def steps(self, since: int, limit: int) -> "list[StepRecord]":
+        """The latest steps with a number above `since`, at most `limit`, oldest first."""
+        self._loaded()
+        return await self._link.ask(partial(_steps, since, limit))
+
     async def render_metrics(self) -> bytes:
         """The engine's series in Prometheus' text format."""
         self._loaded()
@@ -262,6 +274,14 @@ def _build_showing_progress(config: EngineConfig) -> "Engine":
 
 def _of_state(question: Callable[[State], T], engine: "Engine") -> T:
     return question(engine.state)
+
+
+def _lives(request_id: str, engine: "Engine") -> "list[LifeStory]":
+    return engine.lives.find(request_id)
+
+
+def _steps(since: int, limit: int, engine: "Engine") -> "list[StepRecord]":
+    return engine.steps.since(since, limit)
 
 
 def _rendered(engine: "Engine") -> bytes:

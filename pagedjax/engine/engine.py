@@ -27,10 +27,12 @@ from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.device import Device
 from pagedjax.engine.grammar import Grammars
 from pagedjax.engine.live import Group, Live
+from pagedjax.engine.lives import Lives
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import EngineError, Update
 from pagedjax.engine.record import Recorder
 from pagedjax.engine.rows import Rows
+from pagedjax.engine.step_history import StepHistory
 from pagedjax.engine.submission import Pooling, Submission, check_queue, seed_for, submission
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.engine.watch import Watch
@@ -59,6 +61,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.state = init(scheduler)
         self.metrics = EngineMetrics(lambda: self.state)
+        self.lives = Lives()
+        self.steps = StepHistory()
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
         self._groups: dict[str, Group] = {}
         self._unstarted: deque[Group] = (
@@ -255,7 +259,10 @@ class Engine:
             self._send(event)
 
     def _send(self, event: Event) -> None:
-        self.state, effects = self._update(self.state, event)
+        before = self.state
+        self.state, effects = self._update(before, event)
+        self.lives.see(before, event, self.state, effects)
+        self.steps.see(event, self.state, effects)
         if effects:
             self._carry_out(effects)
 
@@ -340,7 +347,9 @@ class Engine:
         self._live[sequence_id] = group.members[sequence_id] = live
         # No step comes between the arrivals of a request's sequences, so the first one is still there.
         fork_of = sequence_id - index if index > 0 else None
-        self._send(Arrived(request.for_scheduler(sequence_id, fork_of), hashes, group.arrival_us))
+        arriving = request.for_scheduler(sequence_id, fork_of)
+        self.lives.begin(request.request_id, arriving, group.arrival_us)
+        self._send(Arrived(arriving, hashes, group.arrival_us))
 
     def _new_sequence_id(self) -> int:
         self._next_sequence_id += 1

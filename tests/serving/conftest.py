@@ -137,6 +137,7 @@ class FakeEngine:
         self.full = False
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
+        self.stories, self.step_records = {}, []
 
     async def start(self):
         if self.start_error:
@@ -187,6 +188,12 @@ class FakeEngine:
 
     async def ask(self, question):
         return question(self.state())
+
+    async def lives(self, request_id):
+        return self.stories.get(request_id, [])
+
+    async def steps(self, since, limit):
+        return [step for step in self.step_records if step.number > since][-limit:]
 
     async def render_metrics(self):
         return generate_latest(self.registry)

@@ -151,6 +151,22 @@ def test_operators_see_the_queue_and_the_state(server, client, wait_for):
     assert state["tiers"][0]["num_blocks"] == 64
 
 
+def test_the_life_of_a_request_and_the_steps_are_told(client):
+    answer = client.post("/v1/completions", json=LONG | {"prompt": ["abc", "abcdefghi"], "max_tokens": 3})
+    by_answer, by_header = (
+        client.get(f"/debug/requests/{name}").json()["prompts"]
+        for name in (answer.json()["id"], answer.headers["x-request-id"])
+    )
+    assert by_answer == by_header
+    assert [(life["prompt_tokens"], life["state"]) for life in by_answer] == [(3, "ended"), (9, "ended")]
+    events = [event["event"] for event in by_answer[0]["events"]]
+    assert events == ["queued", "admitted", "prefill", "first_token", "last_token", "finished"]
+    steps = client.get("/debug/steps").json()["steps"]
+    assert [step["number"] for step in steps] == list(range(steps[0]["number"], steps[-1]["number"] + 1))
+    since = client.get("/debug/steps", params={"since": steps[-2]["number"]}).json()["steps"]
+    assert since == steps[-1:]
+
+
 def test_many_at_once_are_kept_apart(client):
     prompts = ["abcdefghijklmnop"[i : i + 3] for i in range(12)]
     body = {"model": "counting", "prompt": prompts, "max_tokens": 5}
