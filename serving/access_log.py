@@ -15,7 +15,7 @@ AccessLogForm = Literal["text", "json", "off"]
 
 log = logging.getLogger(__name__)
 # Asked several times a second by pages and probes; 503 is one of their answers, not a fault.
-_POLLED = ("/health", "/ready", "/metrics", "/debug/state", "/debug/steps")
+POLLED = ("/health", "/ready", "/metrics", "/debug/state", "/debug/steps")
 
 
 class Entry(NamedTuple):
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
     @property
     def is_polled(self) -> bool:
-        return self.route in _POLLED and self.status in (200, 503)
+        return self.route in POLLED and self.status in (200, 503)
 
 
 def write(form: AccessLogForm, entry: Entry) -> None:

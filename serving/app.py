@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,10 @@ from serving.interfaces import Engine
 from serving.keys import KeySource
 from serving.options import ApiOptions
 from serving.service import Service
+from serving.tracing import Spans
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -31,11 +35,13 @@ def create_app(
     trust_tenant_header: bool = False,
     keys: KeySource = KeySource(),  # noqa: B008  (it is frozen)
     options: ApiOptions = ApiOptions(),  # noqa: B008
+    tracer_provider: "TracerProvider | None" = None,
 ) -> Starlette:
     """The app over an engine, which it starts and stops with itself. `app.state.service` is its Service.
 
-    Trust X-Tenant only behind a gateway that sets it: else callers choose whose share pays for them. Raises
-    ConfigError for keys that cannot be read.
+    Trust X-Tenant only behind a gateway that sets it: else callers choose whose share pays for them. Without a
+    `tracer_provider` no spans are made; it stays the caller's to shut down. Raises ConfigError for keys that cannot be
+    read.
     """
     service = Service(engine, trust_tenant_header=trust_tenant_header, keys=keys, options=options)
     route_of = {route.endpoint: route.path for route in ROUTES}
@@ -46,10 +52,13 @@ def create_app(
         max_body_bytes=max_body_bytes,
         log_form=options.access_log,
     )
+    layers = [edge, Middleware(Guard, service=service)]
+    if tracer_provider is not None:
+        layers.insert(0, Middleware(Spans, provider=tracer_provider, engine=engine, route_of=route_of))
     handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_http}
     app = Starlette(
         routes=ROUTES,
-        middleware=[edge, Middleware(Guard, service=service)],
+        middleware=layers,
         exception_handlers=handlers,
         lifespan=_lifespan,
     )

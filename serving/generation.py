@@ -24,6 +24,7 @@ from serving.embedding import EmbeddingCall
 from serving.interfaces import Delta, Stream
 from serving.openai import Choice, Rendering
 from serving.schemas import ChatCall, CompletionCall
+from serving.tracing import Generated
 
 if TYPE_CHECKING:
     from serving.service import Service
@@ -158,8 +159,9 @@ class Generation:
             self._abort_unfinished(outcome)
             self._active.charge(self._num_completion_tokens)
             notes["stream"] = self._call.stream
-            notes["prompt_tokens"] = sum(len(stream.prompt_token_ids) for stream in self._streams)
+            notes["prompt_tokens"] = self._active.num_prompt_tokens
             notes["output_tokens"] = self._num_completion_tokens
+            scope["state"]["generated"] = self._told()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas:
@@ -224,6 +226,20 @@ class Generation:
                 yield choice, delta
         if any(choice.finish_reason is None for choice in self._choices):
             raise RuntimeError("the engine closed a stream before its sequences had finished")
+
+    def _told(self) -> Generated:
+        operations = {CompletionCall: "text_completion", ChatCall: "chat", EmbeddingCall: "embeddings"}
+        return Generated(
+            operations[type(self._call)],
+            self._service.engine.model_name,
+            self._active.id,
+            self._call.params,
+            tuple(stream.request_id for stream in self._streams),
+            self._active.num_prompt_tokens,
+            sum(stream.num_cached_tokens for stream in self._streams),
+            self._num_completion_tokens,
+            tuple(choice.finish_reason for choice in self._choices if choice.finish_reason is not None),
+        )
 
     def _usage(self) -> dict[str, Any]:
         return openai.usage(self._streams, self._num_completion_tokens)

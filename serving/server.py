@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -23,6 +24,9 @@ from serving.options import ApiOptions
 from serving.origins import is_loopback
 from serving.protocol import MAX_HEADER_BYTES, bounded_protocol
 from serving.service import Service
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ def serve(
     trust_tenant_header: bool = False,
     keys: KeySource = KeySource(),  # noqa: B008
     options: ApiOptions = ApiOptions(),  # noqa: B008
+    tracer_provider: "TracerProvider | None" = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until a signal and returns the exit status: 0, 1 if the engine died, or 128 + the signal's number if it
@@ -65,11 +70,15 @@ def serve(
             trust_tenant_header=trust_tenant_header,
             keys=keys,
             options=options,
+            tracer_provider=tracer_provider,
         )
         server = DrainingServer(app, listener, drain_timeout_s, on_ready)
         return server.serve_until_signal()
     finally:
         listener.close()
+        if tracer_provider is not None:
+            # Sends the spans that are left.
+            tracer_provider.shutdown()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -62,6 +62,9 @@ class ServeOptions:
     access_log: Literal["text", "json", "off"] = option(
         "text", "http", "a line a request: text in the log, json on standard output, off for none"
     )
+    otlp_traces_endpoint: str | None = option(
+        None, "http", "URL to send OpenTelemetry's spans to, such as http://localhost:4318/v1/traces", "none"
+    )
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
@@ -213,7 +216,7 @@ def _serve(args: argparse.Namespace) -> int:
     chosen = settings(args, ServeOptions)
     options = ServeOptions(**flags.take(chosen, ServeOptions))
     config = _engine_config(chosen)
-    from serving import server
+    from serving import server, tracing
     from serving.options import ApiOptions, parse_names
 
     _log_at(options.log_level)
@@ -235,6 +238,7 @@ def _serve(args: argparse.Namespace) -> int:
         trust_tenant_header=options.trust_tenant_header,
         keys=_key_source(options.api_keys),
         options=api,
+        tracer_provider=tracing.provider_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None,
         on_ready=lambda url: print(f"Ready on {url}", flush=True),
     )
 
