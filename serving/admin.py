@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server: drain, look at the requests, end one, read the keys again, set the log level."""
+"""Routes for whoever runs the server: drain, look at the requests, end one, read keys again, log level, profile."""
 
 import logging
 from typing import Any
@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ADMIN_BODY_BYTES = 4096
+MAX_PROFILE_S = 60
 
 
 @admin_only
@@ -78,17 +79,40 @@ async def log_level(request: Request) -> Response:
     return json_response({"level": shown})
 
 
+@admin_only
+async def profile(request: Request) -> Response:
+    """Have JAX profile the engine for some seconds; answers when the profile is written, into --profile-dir."""
+    service = service_of(request)
+    service.check_loaded()
+    directory = service.options.profile_dir
+    if directory is None:
+        raise RequestError("no profiles are taken here; start the server with --profile-dir", code="profiles_off")
+    given = fields.known_fields(await _small_body(request), PROFILE)
+    duration_s = given.get("seconds", 1.0)
+    log.info("event=profile_asked seconds=%g", duration_s)
+    await service.engine.profile(directory, duration_s)
+    return json_response({"directory": directory, "seconds": duration_s})
+
+
+def _profile_seconds(value: Any, name: str) -> float:
+    if not 0 < fields.number(value, name) <= MAX_PROFILE_S:
+        raise RequestError(f"{name} must lie above 0 and be at most {MAX_PROFILE_S}, not {value}", param=name)
+    return float(value)
+
+
+PROFILE: dict[str, fields.Check] = {"seconds": _profile_seconds}
 ROUTES = [
     Route("/admin/drain", drain, methods=["POST"]),
     Route("/admin/queue", queue, methods=["GET"]),
     Route("/admin/abort/{request_id}", abort, methods=["POST"]),
     Route("/admin/reload-keys", reload_keys, methods=["POST"]),
     Route("/admin/log-level", log_level, methods=["GET", "PUT"]),
+    Route("/admin/profile", profile, methods=["POST"]),
 ]
 
 
 async def _small_body(request: Request) -> dict[str, Any]:
-    body = await request.body()
+    body = await request.body() or b"{}"
     if len(body) > MAX_ADMIN_BODY_BYTES:
         raise RequestError(f"the body is larger than {MAX_ADMIN_BODY_BYTES} bytes", code="body_too_large")
     try:

@@ -17,6 +17,7 @@ STATUS_OF_CODE = {
     "priority_not_allowed": 403,
     "method_not_allowed": 405,
     "request_timeout": 408,
+    "profile_running": 409,
     "body_too_large": 413,
     "headers_too_large": 431,
     "queue_full": 429,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pagedjax
 from pagedjax.core.request import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MIN_PRIORITY
-from serving import embedding, fields, responses, schemas, tokenizing
+from serving import admin, embedding, fields, responses, schemas, tokenizing
 from serving.fields import Check
 
 _BOOLEAN, _INTEGER, _NUMBER, _STRING = ({"type": kind} for kind in ("boolean", "integer", "number", "string"))
@@ -68,6 +68,7 @@ _BY_NAME: dict[str, dict[str, Any]] = {
     "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
     "metadata": {"type": "object", "additionalProperties": _STRING, "maxProperties": 16},
     "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN}},
+    "seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": admin.MAX_PROFILE_S},
     "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": schemas.MAX_TIMEOUT_S},
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": schemas.MAX_SALT_CHARS},
     "tools": {"type": "array", "items": _TOOL},
@@ -124,6 +125,7 @@ _BODIES: dict[str, tuple[str, Mapping[str, Check], list[str]]] = {
     "/v1/embeddings": ("Vectors of texts", embedding.FIELDS, ["model", "input"]),
     "/tokenize": ("Token ids of a text or a chat", tokenizing.FIELDS, []),
     "/detokenize": ("The text of token ids", tokenizing.IDS, ["tokens"]),
+    "/admin/profile": ("Have JAX profile the engine for some seconds", admin.PROFILE, []),
     "/admin/log-level": ("Show or set the least severe level that is logged", {"level": fields.string}, ["level"]),
 }
 _SUMMARIES = {

@@ -17,7 +17,8 @@ class ApiOptions:
     """`template_kwargs` are the names that `chat_template_kwargs` may hold. `allowed_hosts` are those that Host may
     hold beside addresses and localhost (none: see serving/origins.py); `local_name` is what --host said, where only
     this machine reaches it. A request must be answered within `request_timeout_s`, and while there is work a step must
-    end within `step_timeout_s`; 0 is no limit. Raises ConfigError.
+    end within `step_timeout_s`; 0 is no limit. Profiles go to `profile_dir`; without one none are taken. Raises
+    ConfigError.
     """
 
     lenient: bool = False
@@ -28,6 +29,7 @@ class ApiOptions:
     request_timeout_s: float = 3600.0
     step_timeout_s: float = 120.0
     access_log: AccessLogForm = "text"
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("request_timeout_s", "step_timeout_s"):

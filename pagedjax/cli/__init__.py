@@ -65,6 +65,9 @@ class ServeOptions:
     otlp_traces_endpoint: str | None = option(
         None, "http", "URL to send OpenTelemetry's spans to, such as http://localhost:4318/v1/traces", "none"
     )
+    profile_dir: str | None = option(
+        None, "http", "where POST /admin/profile puts JAX's profiles", "none: none are taken"
+    )
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
@@ -228,6 +231,7 @@ def _serve(args: argparse.Namespace) -> int:
         request_timeout_s=options.request_timeout_s,
         step_timeout_s=options.step_timeout_s,
         access_log=options.access_log,
+        profile_dir=options.profile_dir,
     )
     return server.serve(
         lambda: _engine(config, own_process=has_own_process(options.engine_process)),

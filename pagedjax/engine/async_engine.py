@@ -4,6 +4,7 @@ The step loop has a thread of this process or a process of its own (`link.py`, `
 What a step brought comes back in one message, however many streams it feeds.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pagedjax.engine.step_history import StepRecord
 
 T = TypeVar("T")
+PROFILE_POLL_S = 0.2
 
 
 class AsyncEngine:
@@ -182,6 +184,14 @@ class AsyncEngine:
         self._loaded()
         return await self._link.ask(partial(_steps, since, limit))
 
+    async def profile(self, directory: str, duration_s: float) -> None:
+        """Have JAX profile the engine into `directory`, where it runs; returns when that is written. It goes on if the
+        caller is cancelled. Raises RequestError while another is taken, EngineError for one that fails."""
+        self._loaded()
+        await self._link.ask(partial(_begin_profile, directory, duration_s))
+        while not await self._link.ask(_is_profile_done):
+            await asyncio.sleep(PROFILE_POLL_S)
+
     async def render_metrics(self) -> bytes:
         """The engine's series in Prometheus' text format."""
         self._loaded()
@@ -282,6 +292,14 @@ def _lives(request_id: str, engine: "Engine") -> "list[LifeStory]":
 
 def _steps(since: int, limit: int, engine: "Engine") -> "list[StepRecord]":
     return engine.steps.since(since, limit)
+
+
+def _begin_profile(directory: str, duration_s: float, engine: "Engine") -> None:
+    engine.profiler.begin(directory, duration_s)
+
+
+def _is_profile_done(engine: "Engine") -> bool:
+    return engine.profiler.is_done()
 
 
 def _rendered(engine: "Engine") -> bytes:

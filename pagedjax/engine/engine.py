@@ -30,6 +30,7 @@ from pagedjax.engine.live import Group, Live
 from pagedjax.engine.lives import Lives
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import EngineError, Update
+from pagedjax.engine.profiling import Profiler
 from pagedjax.engine.record import Recorder
 from pagedjax.engine.rows import Rows
 from pagedjax.engine.step_history import StepHistory
@@ -63,6 +64,7 @@ class Engine:
         self.metrics = EngineMetrics(lambda: self.state)
         self.lives = Lives()
         self.steps = StepHistory()
+        self.profiler = Profiler()
         self._now_us = now_us or (lambda: time.monotonic_ns() // 1000)
         self._groups: dict[str, Group] = {}
         self._unstarted: deque[Group] = (

@@ -137,7 +137,7 @@ class FakeEngine:
         self.full = False
         self.alive, self.ready, self.started, self.stopped, self.draining = True, True, False, False, False
         self.start_error, self.loading = None, False
-        self.stories, self.step_records = {}, []
+        self.stories, self.step_records, self.profiles = {}, [], []
 
     async def start(self):
         if self.start_error:
@@ -194,6 +194,9 @@ class FakeEngine:
 
     async def steps(self, since, limit):
         return [step for step in self.step_records if step.number > since][-limit:]
+
+    async def profile(self, directory, duration_s):
+        self.profiles.append((directory, duration_s))
 
     async def render_metrics(self):
         return generate_latest(self.registry)

@@ -24,6 +24,7 @@ from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.outputs import EngineError
 from serving.app import create_app
 from serving.keys import KeySource
+from serving.options import ApiOptions
 from serving.server import DrainingServer, bind, serve
 from tests.engine.fakes import build_counting, build_tiny, make_engine
 
@@ -39,9 +40,10 @@ def counting(own_process=True, **options):
 
 
 @pytest.fixture(scope="module", params=["thread", "process"])
-def server(request, serving_of):
+def server(request, serving_of, tmp_path_factory):
     """One for all tests that leave nothing behind; a step takes 20 ms, so that one can go within an answer."""
-    with serving_of(counting(request.param == "process", step_s=0.02), keys=KEYS) as server:
+    options = ApiOptions(profile_dir=str(tmp_path_factory.mktemp("profiles")))
+    with serving_of(counting(request.param == "process", step_s=0.02), keys=KEYS, options=options) as server:
         yield server
 
 
@@ -165,6 +167,11 @@ def test_the_life_of_a_request_and_the_steps_are_told(client):
     assert [step["number"] for step in steps] == list(range(steps[0]["number"], steps[-1]["number"] + 1))
     since = client.get("/debug/steps", params={"since": steps[-2]["number"]}).json()["steps"]
     assert since == steps[-1:]
+
+
+def test_the_engine_is_profiled_where_it_runs(client):
+    answer = client.post("/admin/profile", json={"seconds": 0.05})
+    assert answer.status_code == 200 and list(Path(answer.json()["directory"]).rglob("*.xplane.pb"))
 
 
 def test_many_at_once_are_kept_apart(client):

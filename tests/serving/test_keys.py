@@ -15,6 +15,7 @@ from serving import keys
 from serving.app import ROUTES, create_app
 from serving.keys import ApiKey, KeySource, read_keys
 from serving.limits import Limits
+from serving.options import ApiOptions
 from tests.serving.conftest import Client, FakeEngine
 
 USER, ADMIN, GOLD = "user-key-0123456789", "admin-key-0123456789", "gold-key-0123456789"
@@ -229,6 +230,33 @@ def test_the_log_level_can_be_changed(keyed):
     finally:
         for package in ("pagedjax", "serving", "pallas_kernels"):
             logging.getLogger(package).setLevel(before)
+
+
+def test_a_profile_is_taken_into_the_directory_that_was_set_up(engine, key_file):
+    options = ApiOptions(profile_dir="/tmp/profiles")
+    profiled = Client(create_app(engine, keys=KeySource(str(key_file)), options=options))
+    answer = profiled.post("/admin/profile", {"seconds": 2}, headers=bearer(ADMIN))
+    assert answer.json() == {"directory": "/tmp/profiles", "seconds": 2.0}
+    assert profiled.post("/admin/profile", headers=bearer(ADMIN)).json()["seconds"] == 1.0
+    assert engine.profiles == [("/tmp/profiles", 2.0), ("/tmp/profiles", 1.0)]
+    for body in ({"seconds": 0}, {"seconds": 61}, {"seconds": "1"}, {"directory": "/etc"}):
+        assert profiled.post("/admin/profile", body, headers=bearer(ADMIN)).status_code == 400
+
+
+def test_without_a_directory_no_profile_is_taken(keyed, engine):
+    answer = keyed.post("/admin/profile", {"seconds": 1}, headers=bearer(ADMIN))
+    assert answer.status_code == 400 and "--profile-dir" in answer.json()["error"]["message"]
+    assert engine.profiles == []
+
+
+def test_a_second_profile_is_a_conflict(engine, key_file):
+    async def busy(directory, duration_s):
+        raise RequestError("another profile is being taken", code="profile_running")
+
+    engine.profile = busy
+    options = ApiOptions(profile_dir="/tmp/profiles")
+    profiled = Client(create_app(engine, keys=KeySource(str(key_file)), options=options))
+    assert profiled.post("/admin/profile", headers=bearer(ADMIN)).status_code == 409
 
 
 def test_no_key_and_no_prompt_reaches_the_log(keyed, caplog):
