@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import fields, schemas
+from serving import fields, request_fields, schemas
 from serving.fields import Check, known_fields, record, required, string
 from serving.inputs import ModelFacts, Prompt, read_prompts
 from serving.openai import Choice, Head
@@ -25,10 +25,10 @@ FIELDS: dict[str, Check] = {
     "input": lambda value, name: value,
     "encoding_format": string,
     "pooling": string,
-    "priority": schemas.read_priority,
+    "priority": request_fields.read_priority,
     "preemptible": fields.boolean,
-    "cache_salt": schemas.read_cache_salt,
-    "timeout": schemas.read_timeout,
+    "cache_salt": request_fields.read_cache_salt,
+    "timeout": request_fields.read_timeout,
     "user": string,
     "dimensions": fields.refused,
 }

@@ -8,14 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedjax.core.errors import RequestError
-from serving import errors, tokenizing, tools
+from serving import errors, tokenizing, tool_prompt
+from serving.chat_rendering import ChatRendering
+from serving.completion_rendering import CompletionRendering
 from serving.embedding import EmbeddingCall, EmbeddingRendering, parse_embedding
 from serving.errors import json_response
 from serving.generation import Active, Generation
-from serving.openai import ChatRendering, CompletionRendering, Head, Rendering
-from serving.responses import ResponseRendering, parse_response
+from serving.openai import Head, Rendering
+from serving.response_call import parse_response
+from serving.responses import ResponseRendering
 from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
-from serving.service import service_of
+from serving.service import Service, service_of
+from serving.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission
@@ -31,9 +35,8 @@ async def completions(request: Request) -> Generation:
 async def chat_completions(request: Request) -> Generation:
     service, head = service_of(request), _head(request, "chatcmpl")
     call, submissions = await service.read(request, head.id, parse_chat)
-    tokenizer, wish = service.engine.tokenizer, service.options.tool_call_parser
-    tool_format = tools.format_for(tokenizer.chat_template_text) if wish == "auto" else wish
-    return _generation(request, head, call, submissions, ChatRendering(head, call, tokenizer, tool_format))
+    rendering = ChatRendering(head, call, service.engine.tokenizer, _tool_format(service))
+    return _generation(request, head, call, submissions, rendering)
 
 
 async def embeddings(request: Request) -> Generation:
@@ -45,7 +48,7 @@ async def embeddings(request: Request) -> Generation:
 async def responses(request: Request) -> Generation:
     service, head = service_of(request), _head(request, "resp")
     call, submissions = await service.read(request, head.id, parse_response)
-    rendering = ResponseRendering(head, call, service.engine.tokenizer)
+    rendering = ResponseRendering(head, call, service.engine.tokenizer, _tool_format(service))
     return _generation(request, head, call.chat, submissions, rendering)
 
 
@@ -63,6 +66,11 @@ async def cancel(request: Request) -> Response:
     if not service.active.cancel(request_id, tenant=None if caller.is_admin else caller.tenant):
         raise RequestError(f"no request {errors.clean(request_id[:100])} is being answered", code="not_found")
     return json_response({"id": request_id, "object": "request", "status": "cancelled"})
+
+
+def _tool_format(service: Service) -> ToolFormat:
+    wish = service.options.tool_call_parser
+    return tool_prompt.format_for(service.engine.tokenizer.chat_template_text) if wish == "auto" else wish
 
 
 def _generation(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pagedjax
 from pagedjax.core.request import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MIN_PRIORITY
-from serving import admin, embedding, fields, responses, schemas, tokenizing
+from serving import admin, embedding, fields, request_fields, response_call, tokenizing
 from serving.fields import Check
 
 _BOOLEAN, _INTEGER, _NUMBER, _STRING = ({"type": kind} for kind in ("boolean", "integer", "number", "string"))
@@ -69,8 +69,8 @@ _BY_NAME: dict[str, dict[str, Any]] = {
     "metadata": {"type": "object", "additionalProperties": _STRING, "maxProperties": 16},
     "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN}},
     "seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": admin.MAX_PROFILE_S},
-    "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": schemas.MAX_TIMEOUT_S},
-    "cache_salt": {"type": "string", "minLength": 1, "maxLength": schemas.MAX_SALT_CHARS},
+    "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": request_fields.MAX_TIMEOUT_S},
+    "cache_salt": {"type": "string", "minLength": 1, "maxLength": request_fields.MAX_SALT_CHARS},
     "tools": {"type": "array", "items": _TOOL},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
     "response_format": {
@@ -105,7 +105,7 @@ _ERROR = {
 def body_schema(table: Mapping[str, Check], required: list[str]) -> dict[str, Any]:
     """The schema of a body that is read by this table. `null` means absent, for every field."""
     # A response's input holds items, not prompts.
-    special = _BY_NAME | ({"input": {"anyOf": [_STRING, _ARRAY]}} if table is responses.FIELDS else {})
+    special = _BY_NAME | ({"input": {"anyOf": [_STRING, _ARRAY]}} if table is response_call.FIELDS else {})
     properties = {
         name: _or_null(special.get(name) or _BY_CHECK.get(check, {}))
         for name, check in table.items()
@@ -119,9 +119,9 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 _BODIES: dict[str, tuple[str, Mapping[str, Check], list[str]]] = {
-    "/v1/completions": ("Complete prompts", schemas.COMPLETION, ["model", "prompt"]),
-    "/v1/chat/completions": ("Answer a chat", schemas.CHAT, ["model", "messages"]),
-    "/v1/responses": ("Answer as OpenAI's responses do", responses.FIELDS, ["model", "input"]),
+    "/v1/completions": ("Complete prompts", request_fields.COMPLETION, ["model", "prompt"]),
+    "/v1/chat/completions": ("Answer a chat", request_fields.CHAT, ["model", "messages"]),
+    "/v1/responses": ("Answer as OpenAI's responses do", response_call.FIELDS, ["model", "input"]),
     "/v1/embeddings": ("Vectors of texts", embedding.FIELDS, ["model", "input"]),
     "/tokenize": ("Token ids of a text or a chat", tokenizing.FIELDS, []),
     "/detokenize": ("The text of token ids", tokenizing.IDS, ["tokens"]),

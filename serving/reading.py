@@ -8,12 +8,12 @@ import orjson
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.tenants import DEFAULT_TENANT
-from serving import tools
+from serving import tool_prompt
 from serving.embedding import EmbeddingCall
 from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
 from serving.options import ApiOptions
-from serving.responses import ResponseCall
+from serving.response_call import ResponseCall
 from serving.schemas import ChatCall, CompletionCall
 
 if TYPE_CHECKING:
@@ -32,16 +32,23 @@ def read(
     options: ApiOptions = ApiOptions(),  # noqa: B008
 ) -> tuple[Call, list["Submission"]]:
     """The call that `parse` finds in a body, and one submission a prompt. Raises RequestError naming the field."""
-    call = parse(from_json(body), facts(engine, options))
-    if isinstance(call, ChatCall) and call.tools and tools.tags_are_hidden(engine.tokenizer):
-        call = replace(call, params=replace(call.params, skip_special_tokens=False))
+    call = _showing_tags(engine, parse(from_json(body), facts(engine, options)))
     return call, _prepare(engine, _token_ids(engine, call), _generating(call), response_id, tenant)
+
+
+def _showing_tags(engine: Engine, call: Call) -> Call:
+    """The call, with the tags around tool calls in its text where these are special tokens."""
+    if isinstance(call, ResponseCall):
+        return call._replace(chat=_showing_tags(engine, call.chat))
+    if isinstance(call, ChatCall) and call.tools and tool_prompt.tags_are_hidden(engine.tokenizer):
+        return replace(call, params=replace(call.params, skip_special_tokens=False))
+    return call
 
 
 def encode_chat(engine: Engine, call: ChatCall) -> list[int]:
     """The prompt that the model's template makes of a chat. Raises RequestError."""
     tokenizer = engine.tokenizer
-    messages, shown_tools = tools.for_template(call.messages, call.tools, tokenizer.chat_template_text)
+    messages, shown_tools = tool_prompt.for_template(call.messages, call.tools, tokenizer.chat_template_text)
     extra = dict(call.template_kwargs) | ({"tools": shown_tools} if shown_tools else {})
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=call.add_generation_prompt, **extra)
     if call.continue_final_message:

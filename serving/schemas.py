@@ -1,26 +1,18 @@
-"""What the two generating endpoints accept: pure parsing from a JSON value to a call.
-
-Every field of OpenAI's schema is honoured or refused by name, and so is a field it does not have. `null` means absent.
-The tables below are the whole list. Fields that are checked and then have no effect are those that cannot change an
-output here: who asks (`user`, `safety_identifier`, `metadata`), hints (`prompt_cache_key`), and values that name what
-the server does anyway (`store: false`, `response_format: {"type": "text"}`, `tool_choice: "none"`, …).
-"""
+"""What the two generating endpoints accept: pure parsing from a JSON value to a call. See `request_fields` too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedjax.core.errors import RequestError
-from pagedjax.core.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams
-from pagedjax.core.structure import StructuredOutputsParams
-from serving import fields, shapes, tools
-from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
+from pagedjax.core.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
+from serving import fields, shapes
+from serving.fields import Check, known_fields, record, required
 from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
-from serving.tools import ToolChoice, read_choice, read_tools
+from serving.request_fields import CHAT, COMPLETION, SAMPLING
+from serving.tools import ToolChoice, callable_tools
 
 MAX_CHOICES = 1024
-MAX_SALT_CHARS = 256
-MAX_TIMEOUT_S = 86_400
 MAX_KWARG_CHARS = 256
 
 
@@ -94,146 +86,18 @@ def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
     sampling = _sampling(given)
     sampling["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = _top_logprobs(given)
-    callable_tools, choice, shape = _tools(given)
+    chat_tools, choice, shape = callable_tools(given, shapes.wish(given))
     params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=shape)
     return ChatCall(
         messages=messages,
         params=params,
         logprobs=logprobs,
         prompt_logprobs=given.get("prompt_logprobs"),
-        tools=callable_tools,
+        tools=chat_tools,
         tool_choice=choice,
         **_template(given, messages, model),
         **_delivery(given),
     )
-
-
-# ---- fields ----------------------------------------------------------------------------------------------------------
-
-
-def _logit_bias(value: Any, name: str) -> dict[int, float]:
-    bias = {}
-    for key, amount in record(value, name).items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise RequestError(f"{name} key {key!r} is not a token id", param=name)
-        bias[int(key)] = number(amount, f"{name}[{key}]")
-    return bias
-
-
-def read_metadata(value: Any, name: str) -> dict[str, str]:
-    pairs = record(value, name)
-    if len(pairs) > 16 or any(len(key) > 64 for key in pairs):
-        raise RequestError(f"{name} may have 16 keys of 64 characters", param=name)
-    if any(len(string(item, name)) > 512 for item in pairs.values()):
-        raise RequestError(f"{name} values may have 512 characters", param=name)
-    return pairs
-
-
-def read_priority(value: Any, name: str) -> int:
-    if not MIN_PRIORITY <= integer(value, name) <= MAX_PRIORITY:
-        raise RequestError(f"{name} must lie in {MIN_PRIORITY}..{MAX_PRIORITY}, not {value}", param=name)
-    return int(value)
-
-
-def read_cache_salt(value: Any, name: str) -> str:
-    if not 0 < len(string(value, name)) <= MAX_SALT_CHARS:
-        raise RequestError(f"{name} must have 1 to {MAX_SALT_CHARS} characters", param=name)
-    return str(value)
-
-
-def read_timeout(value: Any, name: str) -> float:
-    """Seconds that a request has for its answer."""
-    if not 0 < number(value, name) <= MAX_TIMEOUT_S:
-        raise RequestError(f"{name} must be seconds above 0, at most {MAX_TIMEOUT_S}, not {value}", param=name)
-    return float(value)
-
-
-def _at_least_one(value: Any, name: str) -> int:
-    if integer(value, name) < 1:
-        raise RequestError(f"{name} must be an integer at least 1, not {value}", param=name)
-    return int(value)
-
-
-def _stream_options(value: Any, name: str) -> bool:
-    """Whether to send usage. OpenAI's obfuscation of chunk sizes is not done here, so only false can be asked."""
-    known: dict[str, Check] = {"include_usage": boolean, "include_obfuscation": one_of(False)}
-    return bool(known_fields(record(value, name), known, f"{name}.").get("include_usage", False))
-
-
-_SAMPLING: dict[str, Check] = {
-    "n": integer,
-    "temperature": number,
-    "top_p": number,
-    "top_k": integer,
-    "min_p": number,
-    "seed": integer,
-    "repetition_penalty": number,
-    "presence_penalty": number,
-    "frequency_penalty": number,
-    "logit_bias": _logit_bias,
-    "stop": fields.strings,
-    "stop_token_ids": fields.integers,
-    "include_stop_str_in_output": boolean,
-    "ignore_eos": boolean,
-    "max_tokens": integer,
-    "min_tokens": integer,
-    "prompt_logprobs": integer,
-    "skip_special_tokens": boolean,
-    "length_penalty": number,
-    "early_stopping": boolean,
-}
-_DELIVERY: dict[str, Check] = {
-    "model": string,
-    "stream": boolean,
-    "stream_options": _stream_options,
-    "priority": read_priority,
-    "preemptible": boolean,
-    "use_beam_search": boolean,
-    "cache_salt": read_cache_salt,
-    "timeout": read_timeout,
-    "user": string,
-    **shapes.FIELDS,
-}
-COMPLETION: dict[str, Check] = {
-    **_SAMPLING,
-    **_DELIVERY,
-    "prompt": lambda value, name: value,
-    "echo": boolean,
-    "logprobs": integer,
-    "best_of": integer,
-    "suffix": one_of(""),
-}
-CHAT: dict[str, Check] = {
-    **_SAMPLING,
-    **_DELIVERY,
-    "messages": fields.array,
-    "logprobs": boolean,
-    "top_logprobs": integer,
-    "max_tokens": _at_least_one,
-    "max_completion_tokens": _at_least_one,
-    "metadata": read_metadata,
-    "safety_identifier": string,
-    "prompt_cache_key": string,
-    "parallel_tool_calls": boolean,
-    "store": one_of(False),
-    "service_tier": one_of("auto", "default"),
-    "modalities": one_of(["text"]),
-    "reasoning_effort": one_of("none"),
-    "verbosity": one_of("medium"),
-    "prompt_cache_retention": one_of("in_memory"),
-    "tools": read_tools,
-    "tool_choice": read_choice,
-    "add_generation_prompt": boolean,
-    "continue_final_message": boolean,
-    "chat_template_kwargs": record,
-    "functions": one_of([]),
-    "function_call": one_of("none", "auto"),
-    "audio": refused,
-    "moderation": refused,
-    "prediction": refused,
-    "prompt_cache_options": refused,
-    "web_search_options": refused,
-}
 
 
 def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[str, Any]:
@@ -250,7 +114,7 @@ def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[s
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams' fields. `use_beam_search` makes of `n` the number of beams, as in vLLM."""
-    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    sampling = {name: given[name] for name in SAMPLING if name in given}
     if given.get("use_beam_search"):
         if given.get("stream"):
             raise RequestError("use_beam_search can't be streamed", param="stream")
@@ -305,19 +169,6 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
     if top and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return int(top) if given.get("logprobs") else None
-
-
-def _tools(
-    given: Mapping[str, Any],
-) -> tuple[tuple[dict[str, Any], ...], ToolChoice, StructuredOutputsParams | None]:
-    """The tools that may be called, the choice among them, and the shape that the output must have."""
-    found, choice = given.get("tools", ()), given.get("tool_choice", ToolChoice())
-    tools.check_choice(found, choice)
-    shape = shapes.wish(given)
-    must_call = tools.wish(found, choice, is_parallel=given.get("parallel_tool_calls", True))
-    if shape is not None and must_call is not None:
-        raise RequestError("a required tool call and another shape can't both be had", param=shape.param)
-    return (() if choice.mode == "none" else found), choice, shape or must_call
 
 
 def _template(given: Mapping[str, Any], messages: tuple[dict[str, Any], ...], model: ModelFacts) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from pagedjax.engine.async_engine import AsyncEngine
-from serving import embedding, fields, schemas
+from serving import embedding, fields, request_fields
 from serving.app import ROUTES
 from serving.options import ApiOptions
 
@@ -112,8 +112,8 @@ def test_the_document_has_every_route_and_every_field_that_is_taken(client):
     assert {path.path.replace(":path}", "}") for path in ROUTES} == set(document["paths"])
     assert all(operation["summary"] for path in document["paths"].values() for operation in path.values())
     tables = {
-        "/v1/completions": schemas.COMPLETION,
-        "/v1/chat/completions": schemas.CHAT,
+        "/v1/completions": request_fields.COMPLETION,
+        "/v1/chat/completions": request_fields.CHAT,
         "/v1/embeddings": embedding.FIELDS,
     }
     for path, table in tables.items():

@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import embedding, fields, responses, schemas
+from serving import embedding, fields, request_fields, response_call
 from serving.inputs import MAX_PROMPTS, ModelFacts
 from serving.schemas import parse_chat, parse_completion
 
@@ -266,7 +266,10 @@ def test_a_response_format_of_text_is_taken_on_completions_too(client):
         assert ask(response_format={"type": "text"}).status_code == 200
 
 
-@pytest.mark.parametrize("table", [schemas.COMPLETION, schemas.CHAT, embedding.FIELDS, responses.FIELDS])
+TABLES = request_fields.COMPLETION, request_fields.CHAT, embedding.FIELDS, response_call.FIELDS
+
+
+@pytest.mark.parametrize("table", TABLES)
 def test_every_field_that_is_taken_is_documented(table):
     documented = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
     taken = {name for name, check in table.items() if check is not fields.refused}

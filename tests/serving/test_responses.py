@@ -10,6 +10,15 @@ from pydantic import BaseModel
 from pagedjax.core.structure import StructuredOutputsParams
 from pagedjax.engine.async_engine import AsyncEngine
 
+TIME = {
+    "type": "function",
+    "name": "time",
+    "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "time", "arguments": '{"zone": "CET"}'}
+TEXT = 'I look.\n<tool_call>\n{"name": "time", "arguments": {"zone": "CET"}}\n</tool_call>'
+TWICE = TEXT + TEXT.removeprefix("I look.")
+
 
 def ask(client, **fields):
     return client.post("/v1/responses", {"model": "tiny", "input": "Hi", **fields})
@@ -81,10 +90,20 @@ def test_events_add_up_to_the_whole_answer(client, fields):
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning"}]}, "input[0].type"),
+        ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
+        ({"input": [{**CALL, "parsed": 1}]}, "input[0].parsed"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
-        ({"tools": [{"type": "function", "name": "a"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        (
+            {"tools": [TIME], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+            "text.format",
+        ),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
@@ -115,6 +134,70 @@ def test_no_field_of_openai_s_is_passed_over_in_silence(client):
 def test_a_format_is_structured_output(client, engine):
     ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": {}, "strict": True}})
     assert engine.submitted[0][1].structured_outputs == StructuredOutputsParams(json="{}", param="text.format")
+
+
+def test_calls_are_items_beside_the_message(client_of, FakeEngine):
+    body = ask(client_of(FakeEngine([TWICE])), tools=[TIME]).json()
+    message, *calls = body["output"]
+    assert message["content"][0]["text"] == "I look.\n"
+    assert [(call["type"], call["name"], call["arguments"]) for call in calls] == [
+        ("function_call", "time", '{"zone": "CET"}')
+    ] * 2
+    assert len({item["id"] for item in body["output"]}) == 3 and calls[0]["call_id"] != calls[1]["call_id"]
+    assert body["tools"] == [TIME] and body["tool_choice"] == "auto"
+
+
+@pytest.mark.parametrize("text", [TWICE, TEXT, TEXT.removeprefix("I look.\n"), "No call.", ""])
+def test_events_of_calls_add_up_to_the_whole_answer(client_of, FakeEngine, text):
+    client = client_of(FakeEngine(list(text)))
+    events = read(ask(client, tools=[TIME], stream=True))
+    whole = ask(client, tools=[TIME]).json()
+    assert [body["sequence_number"] for _, body in events] == list(range(len(events)))
+    items = events[-1][1]["response"]["output"]
+    assert [shown(item) for item in items] == [shown(item) for item in whole["output"]]
+    assert [body["item"] for name, body in events if name == "response.output_item.done"] == items
+    for number, item in enumerate(items):
+        own = [(name, body) for name, body in events if body.get("item_id") == item["id"]]
+        assert {body["output_index"] for _, body in own} == {number}
+        deltas = "".join(body["delta"] for name, body in own if name.endswith(".delta"))
+        assert deltas == (item.get("arguments") or "".join(part["text"] for part in item.get("content", ())))
+
+
+def shown(item):
+    """What does not differ between two answers."""
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def test_calls_and_their_results_come_back_as_a_chat_knows_them(client, engine):
+    items = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "I look."},
+        {**CALL, "id": "fc_1", "status": "completed"},
+        {**CALL, "call_id": "call_2"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "one"}]},
+    ]
+    assert ask(client, input=items).status_code == 200
+    call = '<tool_call>\n{"name": "time", "arguments": {"zone": "CET"}}\n</tool_call>'
+    results = "".join(f"<user><tool_response>\n{text}\n</tool_response>" for text in ("noon", "one"))
+    assert engine.submitted[0][0] == f"<user>a<assistant>I look.\n{call}\n{call}{results}<assistant>"
+
+
+def test_openai_s_client_gets_calls_that_fit_the_schema(openai_client):
+    client, model = openai_client
+    tool = {**TIME, "strict": True, "parameters": {**TIME["parameters"], "required": ["zone"]}}
+    tool["parameters"]["properties"] = {"zone": {"type": "string", "maxLength": 6}}
+    asked = {"model": model, "input": "What time is it?", "tools": [tool], "tool_choice": "required"}
+    asked |= {"temperature": 0.0, "max_output_tokens": 60, "parallel_tool_calls": False}
+    (call,) = client.responses.create(**asked).output
+    with client.responses.stream(**asked) as stream:
+        parts = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert call.type == "function_call" and call.name == "time" and len(json.loads(call.arguments)["zone"]) <= 6
+    assert "".join(parts) == streamed.arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    items = [{"role": "user", "content": "What time is it?"}, call, result]
+    assert client.responses.create(model=model, input=items, max_output_tokens=4).output_text
 
 
 class Point(BaseModel):

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.engine.grammar import Grammars
-from serving import tools
+from serving import tool_calls, tool_prompt, tools
 from serving.app import create_app
 from serving.options import ApiOptions
-from serving.tools import Call, ToolChoice
+from serving.tool_calls import Call, whole_calls
+from serving.tools import ToolChoice
 from tests.serving.conftest import ByteTokenizer, Client, FakeEngine, read_events
 
 WEATHER = {
@@ -27,7 +28,6 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
-NAMES = frozenset({"weather", "time"})
 HERMES = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call>\n'
 TWO = HERMES + '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 LLAMA = '<|python_tag|>{"name": "weather", "parameters": {"place": "Bonn"}}; {"name": "time", "parameters": {}}'
@@ -35,10 +35,22 @@ ARRAY = '[{"name": "weather", "arguments": {"place": "Bonn"}}, {"name": "time"}]
 BOTH = (Call("weather", '{"place": "Bonn"}'), Call("time", "{}"))
 
 
+CUT = [
+    *(TWO, HERMES, LLAMA, ARRAY, "a<tool_call", "<tool_call>x</tool_call>y", TWO + "<tool_call>{}</tool_call>"),
+    *(TWO.replace('"arguments"', '"x": "}", "arguments"'), ARRAY + " and {so} on", HERMES.replace("}}", "} < }")),
+]
+
+
+def mangled(text):
+    """What a model may make of it: a brace too few, an end too soon."""
+    return text.replace("}}", "}")[:-5]
+
+
 def parsed(tool_format, pieces):
-    parser = tools.parser_for(tool_format, NAMES)
+    parser = tool_calls.parser_for([WEATHER, TIME], ToolChoice(), tool_format)
     found = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    return "".join(piece.content for piece in found), sum((piece.calls for piece in found), ())
+    calls = whole_calls(call for piece in found for call in piece.calls)
+    return "".join(piece.content for piece in found), calls
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,39 @@ def parsed(tool_format, pieces):
         ("json", '{"name": "weather", "arguments": 5}', None, ()),
         ("json", "[" * 5000, None, ()),
         ("json", "", "", ()),
+        ("hermes", '<tool_call>{"arguments": {"place": "Bonn"}, "name": "weather", "x": 1}</tool_call>', "", BOTH[:1]),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"place": "Bonn"}, "x": {"}": 1}}</tool_call>',
+            "",
+            BOTH[:1],
+        ),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"place": "Bonn"}</tool_call> ok', "ok", BOTH[:1]),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"place": "Bo',
+            "",
+            (Call("weather", '{"place": "Bo'),),
+        ),
+        ("hermes", '<tool_call>{"name": "weather", "argu', None, ()),
+        (
+            "hermes",
+            TWO.replace("Bonn", "</tool_call>"),
+            "Let me see.\n",
+            (Call("weather", '{"place": "</tool_call>"}'), BOTH[1]),
+        ),
+        ("hermes", HERMES + "And <tool_call>x", "Let me see.\nAnd <tool_call>x", BOTH[:1]),
+        ("hermes", TWO.replace("</tool_call>\n<tool_call>", ""), "Let me see.\n", BOTH),
+        (
+            "json",
+            '{"type": "function", "name": "weather", "parameters": {"place": "\\"}"}} so',
+            " so",
+            (Call("weather", '{"place": "\\"}"}'),),
+        ),
+        ("json", '{"name": "weather", "arguments": "{}"}', "", (Call("weather", "{}"),)),
+        ("json", '[{"name": "time", "arguments": {}}, 5]', ", 5]", BOTH[1:]),
+        ("json", '{"name": "time"}', "", BOTH[1:]),
+        ("json", '{"temperature": 21}', None, ()),
     ],
 )
 def test_calls_are_read_and_what_is_no_call_is_content(tool_format, text, content, calls):
@@ -67,11 +112,11 @@ def test_calls_are_read_and_what_is_no_call_is_content(tool_format, text, conten
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([TWO, HERMES, LLAMA, ARRAY, "a<tool_call", "<tool_call>x</tool_call>y"]), st.data())
+@given(st.sampled_from([*CUT, *map(mangled, CUT)]), st.data())
 def test_where_text_is_cut_does_not_show(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
-    for tool_format in tools.FORMATS:
+    for tool_format in tool_calls.FORMATS:
         assert parsed(tool_format, pieces) == parsed(tool_format, list(text)) == parsed(tool_format, [text])
 
 
@@ -86,7 +131,7 @@ def test_where_text_is_cut_does_not_show(text, data):
     ],
 )
 def test_the_form_goes_by_the_template(template, expected):
-    assert tools.format_for(template) == expected
+    assert tool_prompt.format_for(template) == expected
 
 
 def chat(reply, pieces=3, *, options=ApiOptions(), **fields):  # noqa: B008
@@ -101,13 +146,33 @@ def chat(reply, pieces=3, *, options=ApiOptions(), **fields):  # noqa: B008
         reason = choice["finish_reason"]
         content += choice["delta"].get("content", "")
         for call in choice["delta"].get("tool_calls", ()):
-            assert call["index"] == len(calls) and call["id"].startswith("call_") and call["type"] == "function"
-            calls.append(call["function"])
+            if "id" in call:
+                assert call["index"] == len(calls) and call["id"].startswith("call_") and call["type"] == "function"
+                calls.append({"name": call["function"]["name"], "arguments": ""})
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
     message = whole["message"]
     assert (content or None) == (message["content"] or None)
     assert calls == [call["function"] for call in message.get("tool_calls", ())]
     assert reason == whole["finish_reason"]
     return content, [(call["name"], json.loads(call["arguments"])) for call in calls], reason
+
+
+def test_arguments_are_streamed_as_they_are_written():
+    client = Client(create_app(FakeEngine(list(HERMES))))
+    events = read_events(client.chat(stream=True, tools=[WEATHER]))[:-1]
+    pieces = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert pieces[0]["function"] == {"name": "weather", "arguments": "{"}
+    assert [piece["function"] for piece in pieces[1:4]] == [{"arguments": letter} for letter in '"pl']
+    assert all(piece["index"] == 0 and "id" not in piece for piece in pieces[1:])
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"place": "Bonn"}'
+
+
+def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came():
+    cut = HERMES.index("Bonn") + 2
+    whole = Client(create_app(FakeEngine([HERMES]))).chat(tools=[WEATHER], max_tokens=cut).json()["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"place": "Bo'}
+    assert whole["finish_reason"] == "length"
 
 
 def test_an_answer_with_calls_says_so_streamed_and_whole():
@@ -246,5 +311,7 @@ def test_openai_s_client_gets_calls_that_fit_the_schema(openai_client, choice):
     (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
     assert call.function.name == "weather" and len(json.loads(call.function.arguments)["place"]) <= 8
     with client.chat.completions.stream(**asked) as stream:
+        parts = [e.arguments_delta for e in stream if e.type == "tool_calls.function.arguments.delta"]
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
-    assert streamed.function.arguments == call.function.arguments
+    assert streamed.function.arguments == call.function.arguments == "".join(parts)
+    assert len(parts) > 3
