@@ -15,7 +15,7 @@ const world = {
   localStorage: {}, matchMedia: () => ({ matches: false }), performance,
   fetch: async (path) => {
     asked.push(path);
-    const [status, body] = answers[path];
+    const [status, body] = answers[path.split("?")[0]];
     return { status, ok: status === 200, json: async () => body, text: async () => "" };
   },
   setTimeout: (poll) => {

@@ -133,10 +133,11 @@ def shown_by_the_page(page, answers):
 
 def answers_of(client, *, may_watch):
     """The app's own answers, for a key that may see the engine's state or for one that may not."""
-    found = {path: client.get(path) for path in ("/ready", "/v1/models", "/debug/state")}
+    found = {path: client.get(path) for path in ("/ready", "/v1/models", "/debug/state", "/debug/steps")}
     answers = {path: (answer.status_code, answer.json()) for path, answer in found.items()}
     closed = (403, {"error": {}})
-    return answers | {"/metrics": (200, {})} if may_watch else answers | {"/debug/state": closed, "/metrics": closed}
+    watched = ("/debug/state", "/debug/steps", "/metrics")
+    return answers | ({"/metrics": (200, {})} if may_watch else dict.fromkeys(watched, closed))
 
 
 def test_the_page_finds_the_model_where_the_engine_s_state_is_not_shown(client):
@@ -155,6 +156,6 @@ def test_the_page_draws_the_engine_s_state_for_those_who_may_see_it(client):
 
 
 def test_the_page_asks_for_the_model_again_while_it_loads(client):
-    loading = dict.fromkeys(("/ready", "/v1/models", "/debug/state"), (503, {"status": "loading"}))
+    loading = dict.fromkeys(("/ready", "/v1/models", "/debug/state", "/debug/steps"), (503, {"status": "loading"}))
     seen = shown_by_the_page(client.get("/").text, loading | {"/metrics": (200, {})})
     assert (seen["texts"]["status"], seen["asked"].count("/v1/models")) == ("loading", 3)

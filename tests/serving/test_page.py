@@ -9,6 +9,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.events import Arrived, StepDone, StepDue
 from pagedjax.core.plan import RowResult
 from pagedjax.core.request import Request
+from pagedjax.engine.step_history import StepHistory
 from tests.serving import chromium
 
 pytestmark = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs chromium")
@@ -22,7 +23,7 @@ class Course:
             num_blocks=12, num_host_blocks=8, max_num_seqs=4, max_num_batched_tokens=256, block_size=16, time_slice=0,
             min_execution_chunk=0, preemption_method="swap", tenant_weights=(("gold", 3), ("bronze", 1)),
         )  # fmt: skip
-        self.now_us, self.num_looks = 0, 0
+        self.now_us, self.history = 0, StepHistory()
         self.state = scheduler.init(config)
         for sequence_id, (tenant, priority) in enumerate([("bronze", 1), ("bronze", 1), ("gold", 0)]):
             request = Request(sequence_id, prompt_len=60, max_tokens=60, priority=priority, tenant=tenant)
@@ -33,16 +34,21 @@ class Course:
         return self.now_us
 
     def send(self, event):
-        self.state, _ = scheduler.update(self.state, event)
+        self.state, effects = scheduler.update(self.state, event)
+        self.history.see(event, self.state, effects)
 
     def __call__(self):
-        self.num_looks += 1
-        if self.state.in_flight:
-            plan = self.state.in_flight[0]
-            results = tuple(RowResult(row.sequence_id, int(row.samples), None) for row in plan.rows)
-            self.send(StepDone(plan.plan_id, results, self.tick()))
-        self.send(StepDue(self.tick()))
+        """Two steps, of which a look at the state shows one."""
+        for _ in range(2):
+            if self.state.in_flight:
+                plan = self.state.in_flight[0]
+                results = tuple(RowResult(row.sequence_id, int(row.samples), None) for row in plan.rows)
+                self.send(StepDone(plan.plan_id, results, self.tick()))
+            self.send(StepDue(self.tick()))
         return self.state
+
+    async def steps(self, since, limit):
+        return self.history.since(since, limit)
 
 
 @pytest.fixture
@@ -51,6 +57,7 @@ def seen(serving_of, engine):
 
     def see(look):
         engine.state = Course()
+        engine.steps = engine.state.steps
 
         async def go(url):
             async with chromium.page_at(url) as page:
@@ -80,6 +87,20 @@ def test_it_draws_the_memory_of_each_tier_the_tenants_and_the_steps(seen):
     assert tenants == ["bronze", "gold"]
     assert num_held >= 8
     assert step.startswith("number ")
+
+
+def test_every_step_is_drawn_also_those_between_two_looks(seen):
+    async def look(page):
+        await page.wait_for("steps.length >= 8")
+        numbers, looks = await page.run("[steps.map((one) => one.number), moments.length]")
+        title = await page.run("document.querySelector('#timeline title').textContent")
+        bars = await page.run("document.querySelectorAll('#timeline .took').length")
+        return numbers, looks, title, bars
+
+    numbers, num_looks, title, num_bars = seen(look)
+    assert numbers == list(range(len(numbers))) and len(numbers) > num_looks
+    assert num_bars >= 8
+    assert title.startswith("step 0: ") and " rows, " in title and " ms;" in title
 
 
 def test_time_stands_still_and_goes_back_by_keyboard_and_on_again(seen):
