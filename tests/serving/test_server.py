@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 
 import httpx
@@ -165,6 +166,16 @@ def test_headers_over_the_limit_are_told_so(serving_of, engine):
     with serving_of(engine) as server, connected(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: " + b"a" * 66_000)
         assert client.recv(10_000).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("rest", [b"a" * 66_000, b"a" * 200_000 + b"\r\n\r\n"])
+def test_without_httptools_headers_are_bounded_too(serving_of, engine, monkeypatch, rest):
+    monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
+    with serving_of(engine) as server, connected(server) as client:
+        assert server.config.http.__name__ == "H11Protocol"
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: " + rest)
+        assert client.recv(10_000).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_many_requests_and_a_large_body_on_a_connection_are_not_headers(serving_of, engine):
