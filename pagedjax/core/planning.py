@@ -7,8 +7,6 @@ Sarathi-Serve (OSDI'24): decodes take their tokens before any prompt, so a long 
 from collections import defaultdict
 from dataclasses import replace
 
-from immutables import Map
-
 from pagedjax.core.admission import admit
 from pagedjax.core.batch import Batch, plan_row
 from pagedjax.core.blocks import BlockPool, take
@@ -22,12 +20,14 @@ from pagedjax.core.phases import Phase
 from pagedjax.core.plan import Scatter, StepPlan
 from pagedjax.core.policy import (
     excess_blocks,
+    given_up,
     num_blocks_coming,
     num_blocks_reserved,
     num_to_compute,
     order_of,
     victim_index,
 )
+from pagedjax.core.prefix import Filled
 from pagedjax.core.resuming import land
 from pagedjax.core.state import Sequence, State
 from pagedjax.core.tenants import charge, leave
@@ -78,7 +78,7 @@ def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
     plan = StepPlan(state.next_plan_id, rows, scatters)
     state = replace(
         state,
-        pending=(*state.pending, Map(batch.filled)),
+        pending=(*state.pending, Filled(batch.filled)),
         in_flight=(*state.in_flight, plan),
         next_plan_id=state.next_plan_id + 1,
         tenants=leave(charge(state.tenants, batch.booked()), line.queues, state.waiting.queues),
@@ -91,19 +91,20 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
     block_size, running, pool, tiers = state.config.block_size, list(state.running), state.pool, state.tiers
     shared_tails = state.shared_tails
     copies: list[tuple[int, int]] = []
-    left = [num_to_compute(sequence) for sequence in running]
+    left = _num_left(state, batch, running)
+    budget = state.config.max_num_batched_tokens - left.count(1)
     num_reserved = num_blocks_reserved(running, block_size)
-    by_rank = _is_scarce(left, pool.num_free - num_reserved, state.config)
+    num_lacking = _num_blocks_lacking(running, left, budget, block_size)
+    num_copies = sum([s.blocks[-1] in shared_tails for s in running]) if shared_tails else 0
+    by_rank = _is_scarce(left, num_lacking + num_copies, pool.num_free - num_reserved, state.config)
+    stock: tuple[int, ...] = ()
     if by_rank:
         running.sort(key=batch.order.running)
-        left = _no_more_than(state.config.max_num_seqs, [num_to_compute(sequence) for sequence in running])
-    if state.suspects:
-        left = [0 if batch.leaves_out(state, s.sequence_id) else num_left for s, num_left in zip(running, left)]
-    budget = state.config.max_num_batched_tokens - left.count(1)
-    stock: tuple[int, ...] = ()
-    if not (by_rank or shared_tails):
-        pool, stock = take(pool, _num_blocks_lacking(running, left, budget, block_size))
-    short = False
+        left = _num_left(state, batch, running)
+        budget = state.config.max_num_batched_tokens - left.count(1)
+    elif not shared_tails:
+        pool, stock = take(pool, num_lacking)
+    short, num_coming = False, None
     for index, num_left in enumerate(left):
         length = num_left if num_left <= 1 else min(num_left, budget)
         if length == 0 or running[index].phase is not Phase.RUNNING:
@@ -120,10 +121,15 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
             num_kept = 0 if sequence.stay.reserved else num_reserved
             while num_new + num_kept > pool.num_free:
                 short = True
-                victim = _next_victim(batch, running, index, num_new + num_kept, pool)
+                if num_coming is None:  # counted once for all rows, until somebody else leaves
+                    num_coming = num_blocks_coming(given_up(running), pool)
+                victim = None
+                if num_new + num_kept > pool.num_free + num_coming:
+                    victim = victim_index(running, index, excess_blocks(running, batch.order))
                 if victim is None:
                     break
                 pool, tiers = _preempt(batch, running, victim, pool, tiers)
+                num_coming = None
                 if copies_tail and not writes_shared_tail(sequence, pool, shared_tails, block_size):
                     copies_tail, num_new = False, num_new - 1  # the victim was the other one that held it
             if num_new + num_kept > pool.num_free or running[index].phase is not Phase.RUNNING:
@@ -132,7 +138,7 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
             num_reserved -= num_new if sequence.stay.reserved else 0
             if copies_tail:
                 pool, sequence, copy = with_own_tail(pool, sequence, taken[0])
-                taken = taken[1:]
+                taken, num_coming = taken[1:], None
                 copies.append(copy)
             sequence = sequence._replace(blocks=sequence.blocks + taken)
         if num_left > 1:
@@ -148,12 +154,19 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
     return state, short
 
 
-def _is_scarce(left: list[int], num_free: int, config: SchedulerConfig) -> bool:
-    """Whether it matters which sequence is planned first: their tokens may need more blocks than are free, more than
-    one has a prompt to compute, or they are too many. In most steps it does not, and they need not be sorted."""
+def _num_left(state: State, batch: Batch, running: list[Sequence]) -> list[int]:
+    """Tokens that each sequence has to compute, none if it is to be left out of this step."""
+    left = _no_more_than(state.config.max_num_seqs, [num_to_compute(sequence) for sequence in running])
+    if not state.suspects:
+        return left
+    return [0 if batch.leaves_out(state, s.sequence_id) else num_left for s, num_left in zip(running, left)]
+
+
+def _is_scarce(left: list[int], num_lacking: int, num_free: int, config: SchedulerConfig) -> bool:
+    """Whether it matters which sequence is planned first: they lack more blocks than are free, more than one has a
+    prompt to compute, or they are too many. In most steps it does not, and they need not be sorted."""
     num_prompts = len(left) - left.count(0) - left.count(1)
-    num_wanted = len(left) + num_blocks_for(sum(left), config.block_size)
-    return num_prompts > 1 or num_wanted > num_free or len(left) > config.max_num_seqs
+    return num_prompts > 1 or num_lacking > num_free or len(left) > config.max_num_seqs
 
 
 def _num_blocks_lacking(running: list[Sequence], left: list[int], budget: int, block_size: int) -> int:
@@ -169,13 +182,6 @@ def _no_more_than(num_rows: int, left: list[int]) -> list[int]:
         return left
     planned = [index for index, num_left in enumerate(left) if num_left > 0][:num_rows]
     return [num_left if index in planned else 0 for index, num_left in enumerate(left)]
-
-
-def _next_victim(batch: Batch, running: list[Sequence], beneficiary: int, num_new: int, pool: BlockPool) -> int | None:
-    """Who must yield next, if the blocks are neither there nor on their way."""
-    if pool.num_free + num_blocks_coming(running, pool) >= num_new:
-        return None
-    return victim_index(running, beneficiary, excess_blocks(running, batch.order))
 
 
 def _preempt(

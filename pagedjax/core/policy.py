@@ -143,9 +143,9 @@ def given_up(running: Rows[Sequence]) -> Counter[int]:
     return Counter(chain.from_iterable(s.blocks for s in running if s.phase not in STAYS))
 
 
-def num_blocks_coming(running: Rows[Sequence], pool: BlockPool) -> int:
-    """Blocks that sequences on their way out will free when the steps in flight are done."""
-    return sum(pool.counts[block_id] == count for block_id, count in given_up(running).items())
+def num_blocks_coming(given: Mapping[int, int], pool: BlockPool) -> int:
+    """Blocks that sequences on their way out will free when the steps in flight are done: see `given_up`."""
+    return sum([pool.counts[block_id] == count for block_id, count in given.items()])
 
 
 def is_reserved(sequence: Sequence, config: SchedulerConfig) -> bool:
@@ -193,6 +193,10 @@ def num_blocks_promised(running: Rows[Sequence], order: Order, num_ahead: int = 
     have not been planned yet, those of the expected length if conservative, those reserved, and those for `num_ahead`
     tokens more."""
     config = order.config
+    if not num_ahead and config.preemption_mode == "aggressive":  # to those who only decode, nothing
+        running = [
+            s for s in running if s.num_expected - s.num_planned > 1 or s.phase is Phase.FETCHING or s.stay.reserved
+        ]
     num_promised = 0
     for sequence in running:
         if sequence.phase in STAYS:

@@ -4,15 +4,41 @@ A block's name is a hash chain, sha256(parent's name, the block's token ids), so
 The last token of a context is never taken from the cache: its logits are needed to sample the next one.
 """
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
-
-from immutables import Map
 
 from pagedjax.core.blocks import BlockPool
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.tenants import DEFAULT_TENANT
 
 ROOT_HASH = b"pagedjax"
+
+
+@dataclass(frozen=True, slots=True)
+class Filled(Mapping[bytes, int]):
+    """The named blocks that a plan in flight fills: name -> block id.
+
+    It never changes, so it is a dict that compares, hashes and travels. (An `immutables.Map` takes 0.8 us a name to
+    make: half of the time of planning a long prompt.)
+    """
+
+    block_ids: dict[bytes, int]
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.block_ids)
+
+    def __getitem__(self, name: bytes) -> int:
+        return self.block_ids[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.block_ids
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.block_ids.items()))
 
 
 def root_hash(tenant: str, salt: str = "") -> bytes:
@@ -40,7 +66,7 @@ def max_prefix_blocks(num_tokens: int, block_size: int) -> int:
     return (num_tokens - 1) // block_size
 
 
-def longest_prefix(pool: BlockPool, pending: tuple[Map[bytes, int], ...], names: tuple[bytes, ...]) -> tuple[int, ...]:
+def longest_prefix(pool: BlockPool, pending: tuple[Filled, ...], names: tuple[bytes, ...]) -> tuple[int, ...]:
     """The blocks of the longest run of leading `names` that are cached, or that a plan in flight is computing."""
     known = (pool.cached, *pending)
     found: list[int] = []

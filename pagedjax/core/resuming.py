@@ -8,14 +8,12 @@ plan after the last of its transfers.
 from dataclasses import replace
 from typing import NamedTuple
 
-from immutables import Map
-
 from pagedjax.core.blocks import BlockPool, forget, share, take
 from pagedjax.core.effects import Effect, Fetch
 from pagedjax.core.parking import private, unpark
 from pagedjax.core.phases import Cause, next_phase
 from pagedjax.core.plan import Row, Scatter, Tier
-from pagedjax.core.prefix import longest_prefix, max_prefix_blocks
+from pagedjax.core.prefix import Filled, longest_prefix, max_prefix_blocks
 from pagedjax.core.state import Sequence, State
 from pagedjax.core.tiers import LOWER_TIERS, Copy, Parked, Tiers, Transfer, start_transfer
 
@@ -36,7 +34,7 @@ class Start(NamedTuple):
 
 
 def start_of(
-    pool: BlockPool, pending: tuple[Map[bytes, int], ...], sequence: Sequence, parked: Parked | None, block_size: int
+    pool: BlockPool, pending: tuple[Filled, ...], sequence: Sequence, parked: Parked | None, block_size: int
 ) -> Start:
     """The longest prefix of a waiting sequence that is still somewhere."""
     names = sequence.block_hashes[: max_prefix_blocks(sequence.num_tokens, block_size)]

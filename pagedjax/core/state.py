@@ -10,6 +10,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.draw import state_html
 from pagedjax.core.phases import Phase
 from pagedjax.core.plan import StepPlan
+from pagedjax.core.prefix import Filled
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.tenants import Tenants
 from pagedjax.core.tiers import Tiers
@@ -125,7 +126,7 @@ class State:
     waiting: Waiting
     running: tuple[Sequence, ...]
     pool: BlockPool
-    pending: tuple[Map[bytes, int], ...]
+    pending: tuple[Filled, ...]
     in_flight: tuple[StepPlan, ...]
     next_plan_id: int
     now_us: int

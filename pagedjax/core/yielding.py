@@ -77,7 +77,7 @@ class _Room(NamedTuple):
 def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[Sequence]:
     worst = _worst_grade(running, order)
     room: _Room | None = None
-    candidates: list[int] = []
+    candidates: list[int] | None = None
     for waiter in lines.in_rank_order(state.waiting, order.in_line):
         if waiter.awaits_choice:
             continue
@@ -85,14 +85,16 @@ def _with_way_made(state: State, order: Order, running: list[Sequence]) -> list[
         if grade >= worst or not _may_preempt(waiter, grade, order):
             break
         if room is None:  # the first that comes so far; in most steps none does
-            room, candidates = _room(state, order, running), _candidates(running, order, grade)
+            room = _room(state, order, running)
         num_needed = _num_needed(state, waiter, order)
-        room, victims = _victims(state, order, running, candidates, waiter, room, num_needed)
-        if victims is None:
-            break
+        if _is_short(room, num_needed + num_blocks_growing(waiter, running, order)):
+            candidates = _candidates(running, order, grade) if candidates is None else candidates
+            room, victims = _victims(state, order, running, candidates, waiter, room, num_needed)
+            if victims is None:
+                break
+            for index in victims:
+                running[index] = yields(running[index], _reason(grade, order.grade(running[index])))
         room = room._replace(num_slots=room.num_slots - 1, num_blocks=room.num_blocks - num_needed)
-        for index in victims:
-            running[index] = yields(running[index], _reason(grade, order.grade(running[index])))
     return running
 
 
@@ -136,29 +138,31 @@ def _victims(
     Where tokens are short only those yield that have a prompt to compute: another's single one is no help.
     """
     trial, victims, grade = list(running), list[int](), order.grade_in_line(waiter)
-    while True:
-        lacks_blocks = num_needed + num_blocks_growing(waiter, trial, order) > room.num_blocks
-        lacks_tokens = room.num_tokens < 1
-        if not (lacks_blocks or lacks_tokens or room.num_slots < 1):
-            return room, victims
+    while _is_short(room, num_needed + num_blocks_growing(waiter, trial, order)):
         able = (i for i in candidates if order.grade(running[i]) > grade)
-        index = next((i for i in able if not lacks_tokens or num_to_compute(running[i]) > 1), None)
+        index = next((i for i in able if room.num_tokens > 0 or num_to_compute(running[i]) > 1), None)
         if index is None:
             return room, None
         candidates.remove(index)
         victims.append(index)
         room = _without(room, running[index], state.pool)
         trial[index] = yields(trial[index], "priority")
+    return room, victims
+
+
+def _is_short(room: _Room, num_blocks: int) -> bool:
+    """Whether a slot, a token or one of so many blocks is missing."""
+    return room.num_slots < 1 or room.num_tokens < 1 or room.num_blocks < num_blocks
 
 
 def _room(state: State, order: Order, running: list[Sequence]) -> _Room:
-    config = order.config
-    num_blocks = state.pool.num_free + num_blocks_coming(running, state.pool)
+    config, given = order.config, given_up(running)
+    num_blocks = state.pool.num_free + num_blocks_coming(given, state.pool)
     return _Room(
         max(0, config.max_num_seqs - sum(s.phase in STAYS for s in running)),
         num_blocks - num_blocks_promised(running, order),
         config.max_num_batched_tokens - sum(map(num_to_compute, running)),
-        given_up(running),
+        given,
     )
 
 

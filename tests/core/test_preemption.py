@@ -5,7 +5,7 @@ import pytest
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.effects import Preempt
 from pagedjax.core.phases import Phase
-from pagedjax.core.policy import num_blocks_coming
+from pagedjax.core.policy import given_up, num_blocks_coming
 from tests.core.world import World
 
 
@@ -137,9 +137,9 @@ def test_blocks_that_two_leaving_sequences_share_count_as_coming():
     second = world.arrive([*prefix, 2])
     world.due()
     world.abort(first)
-    assert num_blocks_coming(world.state.running, world.state.pool) == 1
+    assert num_blocks_coming(given_up(world.state.running), world.state.pool) == 1
     world.abort(second)
-    assert num_blocks_coming(world.state.running, world.state.pool) == 4
+    assert num_blocks_coming(given_up(world.state.running), world.state.pool) == 4
 
 
 def test_outputs_are_the_same_with_preemption_and_without():

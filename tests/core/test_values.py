@@ -4,16 +4,15 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from immutables import Map
 
 from pagedjax.core.effects import Effect
 from pagedjax.core.scheduler import init, update
-from pagedjax.core.table import Table
 from tests.core.instances import INSTANCES
 from tests.core.search import search
 from tests.core.world import World, random_world
@@ -36,7 +35,7 @@ def swapping_world(seed):
 
 def frozen(value):
     """A copy of everything in a state, in types that have nothing to do with it."""
-    if isinstance(value, Map | Table):
+    if isinstance(value, Mapping):
         return sorted((frozen(key), frozen(item)) for key, item in value.items())
     if isinstance(value, tuple):
         return [frozen(item) for item in value]
