@@ -209,7 +209,9 @@ def num_blocks_promised(running: Rows[Sequence], order: Order, num_ahead: int = 
                 num_tokens = sequence.num_expected
             if num_ahead:
                 num_tokens = max(num_tokens, min(sequence.num_expected + num_ahead, sequence.max_len))
-            num_promised += max(0, num_blocks_for(num_tokens, config.block_size) - len(sequence.blocks))
+            num_lacking = num_tokens - len(sequence.blocks) * config.block_size
+            if num_lacking > 0:
+                num_promised += num_blocks_for(num_lacking, config.block_size)
     return num_promised
 
 

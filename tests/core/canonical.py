@@ -64,6 +64,7 @@ def canonical(naming: Naming) -> tuple[Any, ...]:
         model.to_come,
         model.num_failures,
         min(model.num_aborts, len(naming.sequences.keys() - model.ended) + len(model.to_come)),
+        model.num_forks,
     )
 
 
@@ -75,7 +76,8 @@ def renamed_effects(naming: Naming, effects: tuple[Effect, ...]) -> list[Any]:
 def _sequence(naming: Naming, s: Sequence) -> tuple[Any, ...]:
     place, table = naming.sequence(s.sequence_id), naming.table(s.blocks)
     kind, parent = naming.model.kinds[s.sequence_id], naming.sequence(s.request.fork_of)
-    known = kind, place, parent, PHASES[s.phase], len(s.block_hashes), s.num_in_flight, table
+    path = naming.model.paths.get(s.sequence_id, ())
+    known = kind, place, parent, path, PHASES[s.phase], len(s.block_hashes), s.num_in_flight, table
     if s.phase is Phase.FINISHING or s.phase is Phase.ABORTING:
         return known
     stay, is_past = s.stay, s.num_computed >= s.stay.num_served < s.num_planned
@@ -197,6 +199,7 @@ def _num_to_book(model: Model) -> int:
     num += model.num_failures[0] * config.max_steps_in_flight * in_a_plan
     for kind in model.to_come:
         num += PROMPT_COST * len(asked[kind].prompt) + 2 * SAMPLE_COST * asked[kind].max_tokens
+    num += model.num_forks * 2 * SAMPLE_COST * max([one.max_tokens for one in asked if one.is_beam], default=0)
     for s in sequences:
         if s.finish is None:
             num += PROMPT_COST * max(0, s.request.prompt_len - max(s.stay.num_served, s.num_planned))

@@ -4,6 +4,7 @@ from tests.core.model import Asked, Instance
 
 GOLD = Asked((1, 2, 3), 2, 0, "gold")
 IRON = Asked((4, 5), 3, -1, "iron")  # of a better priority
+BEAM = Asked((1, 2, 3), 3, 0, "gold", is_beam=True)
 
 SMALL = (
     # Hardly room for both: the second takes the blocks of the first, once its slice is over.
@@ -51,6 +52,9 @@ SMALL = (
         waits=False,
     ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
+    # Beams, with hardly slots and blocks for two and the other; or with one slot, so that they await choices in line.
+    Instance("beams", (BEAM, IRON._replace(max_tokens=2)), {"num_host_blocks": 2}, 0, 0, num_forks=2, waits=False),
+    Instance("beams in turn", (BEAM,), {"num_host_blocks": 2, "max_num_seqs": 1}, 1, 0, num_forks=2, waits=False),
     # Blocks of four, so that a sample finds its parent's tail with room behind it, and both write there.
     Instance(
         "tail",
@@ -102,6 +106,7 @@ LARGE = (
     Instance("full ages", _ASKED, _LIMITS, 0, 1, slices_to_age=1),
     Instance("full disk", _ASKED, _LIMITS | {"num_host_blocks": 2, "num_disk_blocks": 1}, num_aborts=0),
     Instance("full forks", (*_ASKED[:1], _ASKED[0]._replace(is_fork=True), _ASKED[2]), _LIMITS, num_aborts=0),
+    Instance("full beams", (BEAM, IRON._replace(max_tokens=2)), {"num_host_blocks": 2}, 1, 1, num_forks=2, waits=False),
     Instance("full fair", tuple([one._replace(priority=0) for one in _ASKED]), _LIMITS, num_aborts=0),
 )
 INSTANCES = {instance.name: instance for instance in (*SMALL, *LARGE)}

@@ -9,20 +9,23 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
+from pagedjax.core.effects import Effect
 from pagedjax.core.events import StepDone
 from pagedjax.core.phases import Phase
-from pagedjax.core.plan import Tier
+from pagedjax.core.plan import Fork, Row, RowResult, Tier
 from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.state import State
 from pagedjax.core.tenants import DEFAULT_TENANT, PROMPT_COST, SAMPLE_COST, account
 from pagedjax.core.tiers import LOWER_TIERS, pool_of
+from pagedjax.core.waiting import in_rank_order
 from tests.core.world import World, fingerprints
 
 SLICE_US = 1_000_000
+OTHER = 100  # what a fork's token has over its parent's
 Step = tuple[Any, ...]  # an event in words that do not depend on the history
 
 
@@ -36,19 +39,21 @@ class Asked(NamedTuple):
     preemptible: bool = True
     is_fork: bool = False  # another sample of the oldest sequence here that has this prompt
     named: bool = True
+    is_beam: bool = False  # the first of a group of beams, which grows by forks
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """`num_failures` steps and as many transfers may fail on one path, and `num_aborts` aborts come. If it `waits` a
-    time slice may be over, and after `slices_to_age` of them who waits is aged (0: never). `min_sample` is the number
-    of service tokens by which a tenant's share is judged."""
+    """`num_failures` steps and as many transfers may fail on one path, `num_aborts` aborts come, and beams fork
+    `num_forks` times. If it `waits` a time slice may be over, and after `slices_to_age` of them who waits is aged (0:
+    never). `min_sample` is the number of service tokens by which a tenant's share is judged."""
 
     name: str
     asked: tuple[Asked, ...]
     limits: dict[str, Any] = field(default_factory=dict)
     num_failures: int = 1
     num_aborts: int = 9
+    num_forks: int = 0
     waits: bool = True
     slices_to_age: int = 0
     min_sample: int = 1_000
@@ -75,7 +80,10 @@ class Model(World):
         self.kinds: dict[int, int] = {}  # sequence id -> which of those asked
         self.num_failures = (instance.num_failures, instance.num_failures)  # of steps, of transfers
         self.num_aborts = instance.num_aborts
+        self.num_forks = instance.num_forks
+        self.paths: dict[int, tuple[int, ...]] = {}  # beam -> where it took another token than the one it came of
         self.stops: frozenset[int] = frozenset()
+        self.forks: frozenset[int] = frozenset()
 
     def clone(self) -> "Model":
         copy = object.__new__(Model)
@@ -95,6 +103,7 @@ class Model(World):
             "rejected": dict(self.rejected),
             "preempted": [],
             "kinds": dict(self.kinds),
+            "paths": dict(self.paths),
             "log": [],
         }
         return copy
@@ -128,8 +137,7 @@ class Model(World):
         here, state = self.here(), self.state
         yield ("due",)
         if state.in_flight:
-            for stops in self._stops():
-                yield ("done", stops)
+            yield from self._ways_to_be_done()
             if self.num_failures[0]:
                 rows = range(len(state.in_flight[0].rows))
                 yield from [("fail", ()), *(("fail", (row,)) for row in rows if len(rows) > 1)]
@@ -142,7 +150,8 @@ class Model(World):
                 yield ("arrive", kind)
         if self.instance.num_aborts:
             # Of one that has ended already it changes nothing, and does not count.
-            yield from [("abort", place) for place, i in enumerate(here) if self.num_aborts or i in self.ended]
+            able = [i for i in here if self.num_aborts or i in self.ended]
+            yield from [("abort", here.index(i)) for i in able if i in self.ended or i == self._group(i)[0]]
         if here and self.instance.waits:
             yield ("wait",)
 
@@ -157,15 +166,19 @@ class Model(World):
         match step:
             case ("due",):
                 self.due()
-            case ("done", stops):
-                rows = self.state.in_flight[0].rows
-                self.stops = frozenset(rows[row].sequence_id for row in stops)
+            case ("done", stops, *forks):
+                sampled = self._to_choose_for()
+                self.stops = frozenset(sampled[place] for place in stops)
+                self.forks = frozenset(sampled[place] for place in chain.from_iterable(forks))
+                self.num_forks -= len(self.forks)
                 self.done()
-                self.stops = frozenset()
+                self.stops = self.forks = frozenset()
             case ("fail", suspects):
                 rows = self.state.in_flight[0].rows
                 self.num_failures = (self.num_failures[0] - 1, self.num_failures[1])
                 self.fail(*(rows[row].sequence_id for row in suspects))
+                for sequence_id in [i for i in self.paths if self.finished.get(i) is FinishReason.ERROR]:
+                    self._abort_group(sequence_id)
             case ("transfer", place, ok):
                 if not ok:
                     self.num_failures = (self.num_failures[0], self.num_failures[1] - 1)
@@ -175,7 +188,7 @@ class Model(World):
             case ("abort", place):
                 sequence_id = self.here()[place]
                 self.num_aborts -= sequence_id not in self.ended
-                self.abort(sequence_id)
+                self._abort_group(sequence_id)
             case ("wait",):
                 self.now_us += SLICE_US
             case _:
@@ -185,8 +198,9 @@ class Model(World):
         if sequence_id in self.unnamed:
             return ()
         asked, size = self.asked[self.kinds[sequence_id]], self.state.config.block_size
-        salt = sequence_id if asked.is_fork else 0
-        return names_of_stream(asked.prompt, asked.max_tokens, salt, size)[: len(self.tokens[sequence_id]) // size]
+        salt, path = sequence_id if asked.is_fork else 0, self.paths.get(sequence_id, ())
+        names = names_of_stream(asked.prompt, asked.max_tokens, salt, size, path)
+        return names[: len(self.tokens[sequence_id]) // size]
 
     def check_state(self) -> None:
         """Done once for each canonical state, not for each event that leads to it: see `search`."""
@@ -198,8 +212,17 @@ class Model(World):
         parent = self._parent(kind) if asked.is_fork else None
         length = len(asked.prompt)
         request = Request(
-            sequence_id, length, asked.max_tokens, asked.priority, parent, False, asked.tenant, asked.preemptible
+            sequence_id,
+            length,
+            asked.max_tokens,
+            asked.priority,
+            parent,
+            asked.is_beam,
+            asked.tenant,
+            asked.preemptible,
         )
+        if asked.is_beam:
+            self.paths[sequence_id] = ()
         self._arrive(request, list(asked.prompt), asked.named)
 
     def _parent(self, kind: int) -> int | None:
@@ -213,18 +236,66 @@ class Model(World):
             return False
         return not asked.is_fork or self._parent(kind) is not None
 
-    def _stops(self) -> Iterator[tuple[int, ...]]:
-        """Which rows of the oldest plan may stop: none first, then any of those that sample and do not end anyway."""
-        rows = self.state.in_flight[0].rows
-        may_stop = [
-            index
-            for index, row in enumerate(rows)
-            if row.samples
-            and row.sequence_id not in self.ended
-            and len(self.output(row.sequence_id)) + 1 < self.requests[row.sequence_id].max_tokens
-        ]
-        for choice in product((False, True), repeat=len(may_stop)):
-            yield tuple(row for row, stops in zip(may_stop, choice) if stops)
+    # ---- what a step gives
+
+    def _to_choose_for(self) -> list[int]:
+        """Who gets a token when the oldest plan is done: the rows that sample, and the beams that await a choice. A
+        beam only if all of its group have been heard by then."""
+        rows = [row.sequence_id for row in self.state.in_flight[0].rows if row.samples]
+        sampled = [i for i in [*rows, *self._awaiting()] if i not in self.ended]
+        return [i for i in sampled if set(self._group(i)) <= set(sampled)]
+
+    def _awaiting(self) -> list[int]:
+        return [s.sequence_id for s in [*self.state.running, *in_rank_order(self.state.waiting)] if s.awaits_choice]
+
+    def _group(self, sequence_id: int) -> list[int]:
+        """The beams of a beam's request that have not ended. Others are alone."""
+        if sequence_id not in self.paths:
+            return [sequence_id]
+        kind = self.kinds[sequence_id]
+        return [i for i in self.here() if self.kinds[i] == kind and i not in self.ended]
+
+    def _abort_group(self, sequence_id: int) -> None:
+        """Whoever asked is gone, so with one beam all are. One that has ended may be aborted once more."""
+        for i in self._group(sequence_id) if sequence_id not in self.ended else [sequence_id]:
+            self.abort(i)
+
+    def _ways_to_be_done(self) -> Iterator[Step]:
+        """All go on, first; then any that get a token and do not end anyway stop, or fork if they are beams."""
+        ways = []
+        for place, i in enumerate(self._to_choose_for()):
+            if len(self.output(i)) + 1 < self.requests[i].max_tokens:
+                ways.append([(place, "go"), (place, "stop"), (place, "fork")][: 2 + (i in self.paths)])
+        for choice in product(*ways):
+            stops, forks = (tuple([place for place, way in choice if way == what]) for what in ("stop", "fork"))
+            if len(forks) <= self.num_forks:
+                yield ("done", stops, forks) if forks else ("done", stops)
+
+    def done(self) -> tuple[Effect, ...]:
+        plan, sampled = self.state.in_flight[0], self.sampled.popleft()
+        chosen, awaiting = self._to_choose_for(), self._awaiting()
+        known = {i: token for i, token in sampled.items() if i in chosen or i not in self.paths}
+        results = [self._result(row, known.get(row.sequence_id)) for row in plan.rows]
+        choices = [self._choice(i) for i in awaiting if i in chosen]
+        return self.send(StepDone(plan.plan_id, tuple(results), self.tick(), tuple(choices)))
+
+    def _choice(self, sequence_id: int) -> RowResult:
+        row = Row(sequence_id, len(self.tokens[sequence_id]) - 1, 1, (), True)
+        return self._result(row, self.on_device[sequence_id][-1])
+
+    def _children(self, row: Row, token: int) -> tuple[Fork, ...]:
+        return (self._fork(row, token + OTHER),) if row.sequence_id in self.forks else ()
+
+    def _fork(self, row: Row, token: int) -> Fork:
+        child, parent = len(self.tokens), row.sequence_id
+        self.kinds[child], self.paths[child] = self.kinds[parent], (*self.paths[parent], row.start + row.length)
+        return super()._fork(row, token)
+
+    def fail(self, *suspects: int) -> tuple[Effect, ...]:
+        heard = {i: self.on_device[i] for i in self._awaiting()}
+        effects = super().fail(*suspects)
+        self.on_device |= heard
+        return effects
 
     def _finish(self, sequence_id: int, token: int) -> FinishReason | None:
         return FinishReason.STOP if sequence_id in self.stops else super()._finish(sequence_id, token)
@@ -278,7 +349,8 @@ class Model(World):
     def prints(self, sequence_id: int) -> tuple[int, ...]:
         salted = self.requests[sequence_id].fork_of is not None
         asked = self.asked[self.kinds[sequence_id]]
-        return stream(asked.prompt, asked.max_tokens, sequence_id if salted else 0)[1]
+        path = self.paths.get(sequence_id, ())
+        return stream(asked.prompt, asked.max_tokens, sequence_id if salted else 0, path)[1]
 
     # ---- who pays
 
@@ -317,18 +389,22 @@ def _in_place(name: bytes, places: dict[int, int]) -> bytes:
 
 
 @cache
-def stream(prompt: tuple[int, ...], max_tokens: int, salt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def stream(
+    prompt: tuple[int, ...], max_tokens: int, salt: int, path: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """All tokens that a request can come to have, and the fingerprints of their prefixes. One more than it may have is
-    sampled ahead."""
+    sampled ahead. At the places in `path` a beam has another token than the likeliest."""
     tokens = list(prompt)
     for _ in range(max_tokens + 1):
-        tokens.append((fingerprints(tokens)[-1] + salt) % 89 + 1)
+        tokens.append((fingerprints(tokens)[-1] + salt) % 89 + 1 + (OTHER if len(tokens) in path else 0))
     return tuple(tokens), tuple(fingerprints(tokens))
 
 
 @cache
-def names_of_stream(prompt: tuple[int, ...], max_tokens: int, salt: int, size: int) -> tuple[bytes, ...]:
-    tokens, names = stream(prompt, max_tokens, salt)[0], [ROOT_HASH]
+def names_of_stream(
+    prompt: tuple[int, ...], max_tokens: int, salt: int, size: int, path: tuple[int, ...] = ()
+) -> tuple[bytes, ...]:
+    tokens, names = stream(prompt, max_tokens, salt, path)[0], [ROOT_HASH]
     for start in range(0, len(tokens) - size + 1, size):
         names.append(hash_block(names[-1], b"".join(t.to_bytes(4, "little") for t in tokens[start : start + size])))
     return tuple(names[1:])
@@ -336,11 +412,18 @@ def names_of_stream(prompt: tuple[int, ...], max_tokens: int, salt: int, size: i
 
 @cache
 def _meanings(asked: tuple[Asked, ...], size: int) -> dict[bytes, tuple[int, ...]]:
-    """What a block of each name holds. Any sequence id may be the salt of a fork."""
+    """What a block of each name holds. Any sequence id may be the salt of a fork, and a beam may fork anywhere."""
     found = {}
     for one in asked:
-        for salt in range(len(asked)) if one.is_fork else (0,):
-            prints = stream(one.prompt, one.max_tokens, salt)[1]
-            for index, name in enumerate(names_of_stream(one.prompt, one.max_tokens, salt, size)):
+        salts = range(len(asked)) if one.is_fork else (0,)
+        for salt, path in product(salts, _paths(one) if one.is_beam else ((),)):
+            prints = stream(one.prompt, one.max_tokens, salt, path)[1]
+            for index, name in enumerate(names_of_stream(one.prompt, one.max_tokens, salt, size, path)):
                 found[name] = prints[index * size : index * size + size]
     return found
+
+
+def _paths(asked: Asked) -> list[tuple[int, ...]]:
+    first = len(asked.prompt)
+    places = range(first, first + asked.max_tokens)
+    return [path for num in range(len(places) + 1) for path in combinations(places, num)]

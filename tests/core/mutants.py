@@ -16,6 +16,7 @@ from typing import Any
 from pagedjax.core import (
     admission,
     arriving,
+    choosing,
     confirming,
     failing,
     forking,
@@ -365,6 +366,18 @@ def reserve_for_forks(child_of):
     return lambda parent, *args: child_of(parent, *args)._replace(stay=parent.stay._replace(reserved=True))
 
 
+def lose_forks_in_line(with_child_in_line):
+    return lambda state, parent, fork: state
+
+
+def choose_for_the_running_only(choose):
+    def mutant(state, choices):
+        running = {s.sequence_id for s in state.running}
+        return choose(state, tuple(choice for choice in choices if choice.sequence_id in running))
+
+    return mutant
+
+
 def preempt_the_reserved(candidates):
     def mutant(running, order, best):
         return candidates([s._replace(stay=s.stay._replace(reserved=False)) for s in running], order, best)
@@ -462,6 +475,9 @@ MUTANTS_FOR_SEARCH = [
     (planning, "leave", forget_who_was_in_line, "turns"),
     (confirming, "_refunded", refund_nothing, "way"),
     (yielding, "_candidates", preempt_who_is_owed, "owed three"),
+    (planning, "is_stuck", never, "beams"),
+    (choosing, "_with_child_in_line", lose_forks_in_line, "beams in turn"),
+    (confirming, "choose", choose_for_the_running_only, "beams"),
 ]
 
 

@@ -20,13 +20,13 @@ class Stakes(NamedTuple):
 
 
 @cache
-def _stakes(kinds: tuple[tuple[Asked, int], ...], size: int, ages: bool) -> Stakes:
-    """`kinds` are the requests, and for each fork the salt of its tokens."""
+def _stakes(kinds: tuple[tuple[Asked, int, tuple[int, ...]], ...], size: int, ages: bool) -> Stakes:
+    """`kinds` are the requests, for each fork the salt of its tokens, and for each beam its path."""
     wanted: dict[bytes, int] = {}
-    for asked, salt in kinds:
-        for name in names_of_stream(asked.prompt, asked.max_tokens, salt, size):
+    for asked, salt, path in kinds:
+        for name in names_of_stream(asked.prompt, asked.max_tokens, salt, size, path):
             wanted.setdefault(name, len(wanted))
-    grades = {(asked.tenant, asked.priority) for asked, _ in kinds}
+    grades = {(asked.tenant, asked.priority) for asked, _, _ in kinds}
     tenants = frozenset(tenant for tenant, _ in grades)
     alike = len({priority for _, priority in grades}) < len(grades)
     decide = len(tenants) > 1 and (ages or alike)
@@ -43,8 +43,11 @@ class Naming:
         self.transfers = {transfer_id: place for place, transfer_id in enumerate(model.transfers())}
         self.blocks: dict[Any, dict[int, int]] = {Tier.DEVICE: {}, Tier.HOST: {}, Tier.DISK: {}}
         asked, config = model.asked, model.state.config
-        kinds = [(asked[model.kinds[i]], i if model.requests[i].fork_of is not None else 0) for i in here]
-        kinds += [(asked[kind], 0) for kind in model.to_come]
+        kinds = [
+            (asked[model.kinds[i]], i if model.requests[i].fork_of is not None else 0, model.paths.get(i, ()))
+            for i in here
+        ]
+        kinds += [(asked[kind], 0, ()) for kind in model.to_come]
         self.stakes = _stakes(tuple(kinds), config.block_size, model.instance.slices_to_age > 0)
 
     def block(self, block_id: int, tier: Tier = Tier.DEVICE) -> int:

@@ -359,16 +359,17 @@ class World:
         num_left = request.max_tokens - len(self.output(row.sequence_id))
         if not request.needs_confirmation or not self.fork_every or token % self.fork_every or num_left < 2:
             return ()
-        forks, num_named = [], (row.start + row.length) // self.state.config.block_size
-        for step in range(1, 2 + token % 2):
-            sequence_id = len(self.tokens)
-            tokens = [*self.tokens[row.sequence_id][: row.start + row.length], token + 100 * step]
-            self.tokens[sequence_id], self.on_device[sequence_id] = tokens, list(tokens)
-            self.requests[sequence_id] = request._replace(sequence_id=sequence_id, fork_of=None)
-            if row.sequence_id in self.unnamed:
-                self.unnamed.add(sequence_id)
-            forks.append(Fork(sequence_id, self.names(sequence_id)[num_named:]))
-        return tuple(forks)
+        return tuple([self._fork(row, token + 100 * step) for step in range(1, 2 + token % 2)])
+
+    def _fork(self, row: Row, token: int) -> Fork:
+        """A sequence that goes on from this row with another token."""
+        sequence_id, end = len(self.tokens), row.start + row.length
+        tokens = [*self.tokens[row.sequence_id][:end], token]
+        self.tokens[sequence_id], self.on_device[sequence_id] = tokens, list(tokens)
+        self.requests[sequence_id] = self.requests[row.sequence_id]._replace(sequence_id=sequence_id, fork_of=None)
+        if row.sequence_id in self.unnamed:
+            self.unnamed.add(sequence_id)
+        return Fork(sequence_id, self.names(sequence_id)[end // self.state.config.block_size :])
 
     def _finish(self, sequence_id: int, token: int) -> FinishReason | None:
         if self.stop_every and token % self.stop_every == 0:
@@ -378,8 +379,9 @@ class World:
         return None
 
     def _check_victims(self, before: State) -> None:
-        """Whoever yields for want of blocks is not the best-ranked one; with one tenant, the lowest-ranked do. Whoever
-        yields to a better grade ranks below somebody in line, and is neither shielded nor reserved nor owed."""
+        """Whoever yields for want of blocks is not the best-ranked one; with one tenant, the lowest-ranked do, or the
+        lowest-ranked of those who await a choice, so that others can run. Whoever yields to a better grade ranks below
+        somebody in line, and is neither shielded nor reserved nor owed."""
         ran = {s.sequence_id: s for s in before.running if s.phase in STAYS}
         yielding = [s for s in self.state.running if s.phase is Phase.YIELDING and s.sequence_id in ran]
         yielding += [find(self.state.waiting, i) for i in ran if i in self.state.waiting.places]
@@ -390,13 +392,15 @@ class World:
         go_on = [s for s in self.state.running if s.phase in STAYS and s.sequence_id in ran]
         top = min(map(order.running, go_on), default=())
         last = max([order.running(s) for s in go_on if not s.stay.reserved], default=())
+        last_awaiting = max([order.running(s) for s in go_on if s.awaits_choice], default=())
         waiters = [order.grade_in_line(s) for s in in_rank_order(before.waiting) if self._may_preempt(s, order)]
         for victim in victims:
             sequence = ran[victim.sequence_id]
             assert not sequence.stay.reserved, "one that must not be preempted is"
             if victim.stay.reason in ("memory", "slots"):
                 chosen = len(before.tenants.accounts) > 1 and victim.stay.reason == "memory"
-                assert order.running(sequence) > (top if chosen else last), "a victim outranks a beneficiary"
+                others = last_awaiting if sequence.awaits_choice else top if chosen else last
+                assert order.running(sequence) > others, "a victim outranks a beneficiary"
             else:
                 assert waiters and min(waiters) < order.grade(sequence), "a victim outranks its beneficiary"
                 assert not is_shielded(sequence, order), "a sequence is preempted too soon"
