@@ -57,6 +57,22 @@ def test_without_named_suspects_every_row_of_the_plan_is_one():
     assert world.state.suspects == (0, 1, 2, 3)
 
 
+def test_unnamed_suspects_are_tried_one_by_one_in_as_few_steps_as_each_one_s_tokens_take():
+    world = World(max_num_seqs=4, max_num_batched_tokens=8)
+    for prompt_len in (5, 12, 6):
+        world.arrive(prompt_len, max_tokens=6)
+    for _ in range(4):
+        world.step()
+    world.due()
+    world.fail()
+    bystander = world.arrive(4, max_tokens=2)
+    lens = [len(world.tokens[i]) for i in range(3)]
+    num_steps = [-(-length // 8) for length in lens]
+    rows = [[row.sequence_id for row in world.step().rows] for _ in range(sum(num_steps) + 1)]
+    assert rows[:-1] == [[i] for i, num in enumerate(num_steps) for _ in range(num)]
+    assert bystander in rows[-1] and len(rows[-1]) > 1
+
+
 @pytest.mark.parametrize("prompt_len", [5, 30])
 def test_whoever_fails_alone_too_ends_with_an_error(prompt_len):
     world = World(async_scheduling=True, max_num_seqs=4, max_num_batched_tokens=8)
