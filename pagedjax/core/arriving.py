@@ -37,8 +37,13 @@ def arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
         block_hashes=event.block_hashes if config.enable_prefix_caching else (),
         stay=Stay(since_us=event.now_us, named=config.enable_prefix_caching),
     )
-    tenants = enter(state.tenants, request.tenant, state.waiting.queues, config.tenant_weights)
+    credit = config.credit if _runs(state, request.tenant) else 0
+    tenants = enter(state.tenants, request.tenant, state.waiting.queues, config.tenant_weights, credit)
     return replace(state, waiting=lines.enqueue(state.waiting, sequence), tenants=tenants), ()
+
+
+def _runs(state: State, tenant: str) -> bool:
+    return any(sequence.request.tenant == tenant for sequence in state.running)
 
 
 def _check_request(state: State, request: Request) -> None:

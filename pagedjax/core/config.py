@@ -11,6 +11,7 @@ PreemptionMode = Literal["aggressive", "conservative"]
 PreemptionStrategy = Literal["priority", "tenant_aware"]
 MAX_WEIGHT = 10_000
 MAX_WAIT_S = 1e9
+MAX_CREDIT = 10_000
 
 _COUNTS = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
 FIXED = ("block_size", "num_blocks", "num_host_blocks", "num_disk_blocks")
@@ -120,6 +121,11 @@ class SchedulerConfig:
         weight = weights.setdefault(tenant, 1)
         total = sum(weights.values())
         return max(1, self.max_queued_requests * weight // total), max(1, self.max_queued_tokens * weight // total)
+
+    @property
+    def credit(self) -> int:
+        """Service tokens that a tenant may be behind when it gets back in line while somebody of it runs."""
+        return min(self.max_model_len, MAX_CREDIT)
 
     @property
     def max_steps_in_flight(self) -> int:

@@ -88,8 +88,8 @@ def _back_in_line(state: State, sequence: Sequence) -> tuple[State, tuple[Effect
         pool, tiers, effects = park(pool, tiers, sequence, state.config)
     phase = phase_of(tiers, sequence.sequence_id)
     next_phase(sequence.phase, _CAUSES[phase])
-    tenant, weights = sequence.request.tenant, state.config.tenant_weights
-    tenants = enter(state.tenants, tenant, state.waiting.queues, weights)
+    tenant, config = sequence.request.tenant, state.config
+    tenants = enter(state.tenants, tenant, state.waiting.queues, config.tenant_weights, config.credit)
     waiting = lines.park(state.waiting, back_in_line(sequence, state.now_us)._replace(phase=phase))
     effects = (*effects, _preempt(tiers, sequence, state.config.block_size))
     return replace(state, pool=pool, tiers=tiers, waiting=waiting, tenants=tenants), effects

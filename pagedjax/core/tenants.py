@@ -6,7 +6,9 @@ before costs nothing when it is computed again, and a sampled token that is thro
 *counter* grows by service / weight, so the tenant with the least counter has the next turn.
 
 A tenant is *backlogged* while it has somebody in line. Whoever becomes backlogged starts at no less than the least
-backlogged counter (the last tenant's to leave the line, if nobody is), so idle time earns no credit.
+backlogged counter (the last tenant's to leave the line, if nobody is), so idle time earns no credit. A tenant of which
+somebody runs was not idle, its line was only short: it may start below that by a *credit* of about one request. Else
+one with a single request in line would lose, each time that it is admitted, what it is behind by then.
 """
 
 import re
@@ -73,8 +75,9 @@ def counter(tenants: Tenants, name: str, num_planned: int = 0) -> int:
     return tenant.counter + num_planned * SCALE // tenant.weight
 
 
-def enter(tenants: Tenants, name: str, backlogged: Collection[str], weights: Weights) -> Tenants:
-    """Somebody of this tenant gets in line; `backlogged` are those who have somebody there already."""
+def enter(tenants: Tenants, name: str, backlogged: Collection[str], weights: Weights, credit: int = 0) -> Tenants:
+    """Somebody of this tenant gets in line; `backlogged` are those who have somebody there already. It may be behind by
+    `credit` service tokens."""
     if name in backlogged:
         return tenants
     accounts, total = tenants.accounts, tenants.total
@@ -82,6 +85,7 @@ def enter(tenants: Tenants, name: str, backlogged: Collection[str], weights: Wei
         accounts = _forget_idle(tenants, backlogged, dict(weights))
     tenant = accounts.get(name) or Tenant(dict(weights).get(name, 1))
     least = min((accounts[other].counter for other in backlogged), default=tenants.last_counter)
+    least -= credit * SCALE // tenant.weight
     start = Mark(total, tenant.service)
     tenant = tenant._replace(counter=max(tenant.counter, least), since=start, halfway=start, last_backlogged=total)
     return tenants._replace(accounts=accounts.set(name, tenant))

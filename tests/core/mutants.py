@@ -322,8 +322,8 @@ def charge_somebody_else(charge):
 
 
 def bank_credit(enter):
-    def mutant(tenants, name, backlogged, weights):
-        after = enter(tenants, name, backlogged, weights)
+    def mutant(tenants, name, *args):
+        after = enter(tenants, name, *args)
         own = account(tenants, name).counter
         return after._replace(accounts=after.accounts.set(name, after.accounts[name]._replace(counter=own)))
 

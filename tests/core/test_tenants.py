@@ -188,6 +188,33 @@ def test_three_saturated_tenants_get_their_weights_share_of_every_100_000_servic
             assert got[tenant] / got.total() == pytest.approx(weight / 6, rel=0.05)
 
 
+def test_one_request_in_line_at_all_times_is_enough_for_a_tenant_s_share():
+    flood = Flood(
+        flood_config(), *(Source(tenant, mixed_lengths, depth=1 + 3 * (tenant != "gold")) for tenant in WEIGHTS)
+    )
+    run_for(flood, 5_000)
+    before = flood.service.copy()
+    run_for(flood, WINDOW)
+    got = flood.service - before
+    for tenant, weight in WEIGHTS.items():
+        assert got[tenant] / got.total() == pytest.approx(weight / 6, rel=0.05)
+
+
+def test_a_tenant_with_little_to_do_banks_no_more_credit_than_a_request_s_worth():
+    """One short request after another for a long time, and then a flood."""
+    flood = Flood(flood_config(tenant_weights={}), Source("busy"), Source("modest", lambda rng: (16, 8), depth=1))
+    modest = flood.sources.pop()
+    while flood.service["busy"] < 60_000:
+        if not any(s.request.tenant == "modest" for s in flood.state.running) and not flood.num_in_line("modest"):
+            flood.arrive("modest", *modest.lengths(flood.rng))
+        flood.step()
+    flood.sources.append(Source("modest"))
+    before = flood.service.copy()
+    run_for(flood, 20_000)
+    got = flood.service - before
+    assert abs(got["modest"] - got["busy"]) <= flood.state.config.credit + 16 * (64 + 2 * 64)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_tenants_with_mixed_lengths_stay_within_vtc_s_bound(seed):
     """|S_i / w_i - S_j / w_j| <= 2 max(longest prompt, 2 x tokens resident) while both are backlogged (OSDI'24)."""

@@ -25,7 +25,7 @@ from pagedjax.core.prefix import ROOT_HASH, hash_block
 from pagedjax.core.request import FinishReason, Request
 from pagedjax.core.scheduler import init, update
 from pagedjax.core.state import Sequence, State
-from pagedjax.core.tenants import DEFAULT_TENANT, account
+from pagedjax.core.tenants import DEFAULT_TENANT, SCALE, account
 from pagedjax.core.waiting import find, in_rank_order
 from pagedjax.core.yielding import is_shielded
 
@@ -413,13 +413,18 @@ class World:
         return is_urgent or order.config.preemption_mode == "aggressive"
 
     def _check_turns(self, before: State) -> None:
-        """Who gets in line starts at no less than the least counter there, or else the last one's that was there."""
+        """Who gets in line starts at no less than the least counter there, or else the last one's that was there; but
+        for the credit of one of which somebody runs."""
         tenants, queues = self.state.tenants, self.state.waiting.queues
         line = before.waiting.queues
         known = [account(one, name).counter for one in (before.tenants, tenants) for name in line]
         least = min(known, default=before.tenants.last_counter)
-        for name in queues:
-            assert name in line or account(tenants, name).counter >= least, "a tenant has banked credit"
+        runs, credit = {s.request.tenant for s in before.running}, self.state.config.credit
+        entered = {name: account(tenants, name) for name in queues if name not in line}
+        for name, tenant in entered.items():  # several at once enter one after the other
+            others = [other.counter for other in entered.values() if other is not tenant]
+            owed = credit * SCALE // tenant.weight if name in runs else 0
+            assert tenant.counter >= min([least, *others]) - owed, "a tenant has banked credit"
         if line and not queues:
             least = min([tenant.counter for tenant in tenants.accounts.values()])
             assert tenants.last_counter >= least, "the last turn is forgotten"
