@@ -10,7 +10,7 @@ from pagedjax.core import tenants as accounts
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.errors import ConfigError
 from pagedjax.core.tenants import MAX_TENANTS, SCALE, WINDOW, Tenant, Tenants
-from tests.core.flood import Flood, Source, mixed_lengths
+from tests.core.flood import Flood, Source, mixed_lengths, same_lengths
 from tests.core.world import World
 
 WEIGHTS = {"gold": 3, "silver": 2, "bronze": 1}
@@ -188,16 +188,16 @@ def test_three_saturated_tenants_get_their_weights_share_of_every_100_000_servic
             assert got[tenant] / got.total() == pytest.approx(weight / 6, rel=0.05)
 
 
-def test_one_request_in_line_at_all_times_is_enough_for_a_tenant_s_share():
-    flood = Flood(
-        flood_config(), *(Source(tenant, mixed_lengths, depth=1 + 3 * (tenant != "gold")) for tenant in WEIGHTS)
-    )
+@pytest.mark.parametrize(("lengths", "rel"), [(mixed_lengths, 0.05), (same_lengths, 0.15)], ids=["mixed", "equal"])
+def test_one_request_in_line_at_all_times_is_enough_for_a_tenant_s_share(lengths, rel):
+    """Of slots that come free in one step, as those of equal lengths do, it can take only one."""
+    depths = {"gold": 1, "silver": 4, "bronze": 4}
+    flood = Flood(flood_config(), *(Source(tenant, lengths, depth=depth) for tenant, depth in depths.items()))
     run_for(flood, 5_000)
     before = flood.service.copy()
     run_for(flood, WINDOW)
     got = flood.service - before
-    for tenant, weight in WEIGHTS.items():
-        assert got[tenant] / got.total() == pytest.approx(weight / 6, rel=0.05)
+    assert got["gold"] / got.total() == pytest.approx(3 / 6, rel=rel)
 
 
 def test_a_tenant_with_little_to_do_banks_no_more_credit_than_a_request_s_worth():

@@ -46,10 +46,16 @@ def test_preemption_costs_little_where_blocks_stay_until_they_are_needed(everyda
     assert all(report.preemption_overhead <= 0.05 for report in everyday.values())
 
 
-def test_the_interactive_preset_costs_at_most_five_percent():
-    report = run(EVERYDAY, **PRESETS["interactive"])
+@pytest.mark.parametrize("mix", [EVERYDAY, CROWDED, LONG_PROMPTS], ids=["everyday", "crowded", "long prompts"])
+def test_the_interactive_preset_costs_at_most_five_percent(mix):
+    report = run(mix, **PRESETS["interactive"])
     assert report.preemptions
     assert report.preemption_overhead <= 0.05
+
+
+def test_under_the_interactive_preset_questions_wait_no_longer_than_with_slices_of_20_ms():
+    found = run(EVERYDAY, **PRESETS["interactive"])
+    assert p99_ttft_ms(found) <= 1.02 * p99_ttft_ms(run(EVERYDAY, **PRESETS["interactive"] | {"time_slice": 20}))
 
 
 def test_questions_wait_less_with_preemption_and_everybody_finishes(everyday):
