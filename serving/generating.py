@@ -9,11 +9,12 @@ from starlette.responses import Response
 
 from pagedjax.core.errors import RequestError
 from serving import errors, tokenizing, tool_prompt
+from serving.active import Active
 from serving.chat_rendering import ChatRendering
 from serving.completion_rendering import CompletionRendering
 from serving.embedding import EmbeddingCall, EmbeddingRendering, parse_embedding
 from serving.errors import json_response
-from serving.generation import Active, Generation
+from serving.generation import Generation
 from serving.openai import Head, Rendering
 from serving.response_call import parse_response
 from serving.responses import ResponseRendering

@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from pagedjax.core.errors import ConfigError, RequestError
 from serving import dashboard, shapes
+from serving.active import ActiveRequests
 from serving.edge import read_body
-from serving.generation import ActiveRequests
 from serving.guard import Caller
 from serving.inputs import ModelFacts
 from serving.interfaces import Engine, Stream
