@@ -5,8 +5,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pagedjax.cli import ChatOptions, ServeOptions
 from pagedjax.cli.flags import ALIASES, default_text, flag_name
+from pagedjax.cli.options import ChatOptions, ServeOptions
 from pagedjax.engine.config import EngineConfig
 
 PAGE = Path(__file__).with_name("configuration.md")

@@ -19,6 +19,7 @@ import pytest
 
 from pagedjax import cli
 from pagedjax.cli import chat, flags, info
+from pagedjax.cli.options import ServeOptions
 from pagedjax.core.errors import ConfigError, RequestError
 
 
@@ -95,7 +96,7 @@ def test_command_line_wins_over_the_file(tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text('model = "a"\nport = 1\nmax_num_seqs = 3\n')
     args = cli.parser().parse_args(["serve", "b", "--max-batch-size", "5", "--config", str(file)])
-    assert cli.settings(args, cli.ServeOptions) == {"model": "b", "port": 1, "max_num_seqs": 5}
+    assert cli.settings(args, ServeOptions) == {"model": "b", "port": 1, "max_num_seqs": 5}
 
 
 def test_serve_without_a_model_says_what_to_do(capsys):

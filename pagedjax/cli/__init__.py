@@ -8,84 +8,16 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from pagedjax import __version__
 from pagedjax.cli import flags
-from pagedjax.cli.flags import option
-from pagedjax.cli.placement import EngineProcess, has_own_process
+from pagedjax.cli.options import ChatOptions, ServeOptions
+from pagedjax.cli.parser import COST_MODELS, DEFAULT_MODEL, parser, settings
+from pagedjax.cli.placement import has_own_process
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine.huge_pages import restart_with_huge_pages
 
-DEFAULT_MODEL = "smollm2-135m"
-COST_MODELS = ("cpu-xla", "h200-like")
 COMPUTING = ("serve", "chat", "bench")  # commands that run a model in this process
-MODEL_HELP = "a bundled name (smollm2-135m), a GGUF file, a directory with config.json and safetensors, or a hub id"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """What `serve` sets beside the engine."""
-
-    host: str = option("127.0.0.1", "http", "address to listen on")
-    port: int = option(8000, "http", "port to listen on; 0 takes a free one")
-    max_body_bytes: int = option(8 * 2**20, "http", "largest request body in bytes; larger ones are refused (413)")
-    drain_timeout_s: float = option(30.0, "http", "seconds that running requests have to finish after SIGTERM")
-    engine_process: EngineProcess = option(
-        "auto", "http", "run the engine in a process of its own; auto does so on more than one core"
-    )
-    request_timeout_s: float = option(
-        3600.0, "http", "seconds that a request has for its whole answer before it is ended (504); 0 is no limit"
-    )
-    step_timeout_s: float = option(
-        120.0, "http", "seconds after which a step counts as stuck: /health says so, and the process ends; 0 never"
-    )
-    api_keys: str | None = option(
-        None, "http", "TOML file of API keys; with keys every route but /health needs one", "none"
-    )
-    lenient: bool = option(False, "http", "pass over unknown fields of requests instead of refusing them")
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "json"] = option(
-        "auto", "http", "the form in which the model writes tool calls; auto goes by its chat template"
-    )
-    chat_template_kwargs: str = option(
-        "enable_thinking", "http", "names that requests may hand to the chat template, separated by commas"
-    )
-    allowed_hosts: str | None = option(
-        None,
-        "http",
-        "names that a request's Host may hold beside addresses and localhost, separated by commas",
-        "any; but none on a loopback address without keys",
-    )
-    trust_tenant_header: bool = option(False, "http", "take a request's tenant from its X-Tenant header")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "http", "least severe level to log")
-    access_log: Literal["text", "json", "off"] = option(
-        "text", "http", "a line a request: text in the log, json on standard output, off for none"
-    )
-    otlp_traces_endpoint: str | None = option(
-        None, "http", "URL to send OpenTelemetry's spans to, such as http://localhost:4318/v1/traces", "none"
-    )
-    profile_dir: str | None = option(
-        None, "http", "where POST /admin/profile puts JAX's profiles", "none: none are taken"
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}; set --max-body-bytes")
-        if not 0 <= self.drain_timeout_s < float("inf"):
-            raise ConfigError(f"drain_timeout_s must be 0 or more, not {self.drain_timeout_s}; set --drain-timeout-s")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """What `chat` sets beside the engine. None is left to the engine or the server."""
-
-    url: str | None = option(None, "conversation", "talk to the server at this address, start no engine here", "none")
-    api_key: str | None = option(None, "conversation", "key that the server at --url asks for", "none")
-    system: str | None = option(None, "conversation", "system message that opens the conversation", "none")
-    temperature: float = option(0.7, "conversation", "0 is greedy, 2 the most random")
-    top_p: float = option(1.0, "conversation", "sample from the likeliest tokens that have this probability together")
-    max_tokens: int | None = option(None, "conversation", "longest answer in tokens", "up to the context's end")
 
 
 def main() -> NoReturn:
@@ -113,91 +45,7 @@ def run(words: Sequence[str]) -> int:
         # It has sub-commands of its own.
         return _guarded("bench", _bench, words[1:])
     args = parser().parse_args(words)
-    return _guarded(args.command, args.run, args)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The whole command line. Flags left out are absent from the namespace, so that a --config file can set them."""
-    top = argparse.ArgumentParser(
-        prog="pagedjax", description="Serve language models with paged attention, in JAX.", allow_abbrev=False
-    )
-    top.add_argument("--version", action="version", version=f"pagedjax {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    serve = _add_command(commands, "serve", "serve a model over HTTP with OpenAI's API", _serve)
-    _add_settings(serve, ServeOptions, f"{MODEL_HELP}; may stand in --config instead")
-    chat = _add_command(commands, "chat", "chat with a model in the terminal", _chat)
-    _add_settings(chat, ChatOptions, f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
-    pull = _add_command(commands, "pull", "fetch a bundled model into the model cache and print its path", _pull)
-    pull.add_argument("model", metavar="MODEL", help=f"a bundled name: {DEFAULT_MODEL}")
-    keys = _add_command(commands, "keys", "make an API key, and its entry for the file of --api-keys", _keys)
-    keys.add_argument("name", metavar="NAME", help="what logs call the key")
-    keys.add_argument("--tenant", metavar="TEXT", help="whose share pays for its requests (default: NAME)")
-    keys.add_argument("--role", choices=("user", "admin"), default="user", help="admin may drain, abort and see all")
-    _add_command(commands, "bench", "measure throughput and latency (pagedjax bench --help says more)", _bench)
-    replay = _add_command(
-        commands, "replay", "run a recording (serve --record FILE) through the scheduler again", _replay
-    )
-    replay.add_argument("recording", metavar="FILE", help="what serve --record wrote")
-    replay.add_argument(
-        "--at", type=int, metavar="N", help="stop after N events and show the queues (default: the end)"
-    )
-    replay.add_argument("--html", metavar="FILE", help="draw the state there, with all its blocks")
-    replay.add_argument(
-        "--what-if",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="simulate the recorded requests with this setting of the scheduler changed too; may be repeated",
-    )
-    replay.add_argument(
-        "--cost", choices=COST_MODELS, help=f"the device that --what-if simulates (default: {COST_MODELS[0]})"
-    )
-    info = _add_command(commands, "info", "show versions, devices, the chosen backends and why, the model cache", _info)
-    _add_kernel_flags(info)
-    return top
-
-
-def _add_kernel_flags(info: argparse.ArgumentParser) -> None:
-    info.add_argument("--kernels", action="store_true", help="show the backends of one model alone")
-    info.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
-    info.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    info.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8", "fp8_e4m3"))
-    info.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block (default: 16)")
-    info.add_argument(
-        "--gpu", metavar="CAPABILITY", help="as on a GPU of that compute capability, 9.0 or 8.0 (default: this machine)"
-    )
-
-
-def settings(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """What the --config file and the command line set, by field name; the command line wins."""
-    from pagedjax.engine.config import EngineConfig
-
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "config")}
-    if not hasattr(args, "config"):
-        return given
-    return flags.read_toml(args.config, flags.field_types(EngineConfig) | flags.field_types(options)) | given
-
-
-def _add_command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        allow_abbrev=False,
-    )
-    command.set_defaults(run=run)
-    return command
-
-
-def _add_settings(command: argparse.ArgumentParser, options: type, model_help: str) -> None:
-    from pagedjax.engine.config import EngineConfig
-
-    absent = argparse.SUPPRESS
-    file_help = "TOML file with any of the settings below, a key each; flags win over it"
-    command.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=model_help)
-    command.add_argument("--config", metavar="FILE", default=absent, help=file_help)
-    flags.add_flags(command, options)
-    flags.add_flags(command, EngineConfig, without=frozenset({"model"}))
+    return _guarded(args.command, _COMMANDS[args.command], args)
 
 
 def _guarded(command: str, run: Callable[[Any], int | None], argument: Any) -> int:
@@ -352,3 +200,13 @@ def _info(args: argparse.Namespace) -> None:
         gpu=args.gpu,
     )
     print(said)
+
+
+_COMMANDS: dict[str, Callable[[Any], int | None]] = {
+    "serve": _serve,
+    "chat": _chat,
+    "pull": _pull,
+    "keys": _keys,
+    "replay": _replay,
+    "info": _info,
+}
