@@ -1,5 +1,5 @@
 # Two commands: `make serve` and `make test`. Each sets up what it needs and may be run first; `make help` lists the rest.
-# Variables: PYTHON=<interpreter> MODEL=<name or path> HOST= PORT= ARGS="<further arguments>"
+# Variables: PYTHON=<interpreter> MODEL=<name or path> HOST= PORT= WORKERS=<processes that test> ARGS="<further arguments>"
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -11,6 +11,8 @@ PYTHON ?=
 MODEL  ?= smollm2-135m
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
+# Each holds 3 GB; 0 tests in one process, for debuggers.
+WORKERS ?= 2
 ARGS   ?=
 
 BIN  := $(VENV)/bin
@@ -28,7 +30,7 @@ SAY  := @printf '\033[1m==> %s\033[0m\n'
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo '  Variables: PYTHON= MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) ARGS="<further arguments>"'
+	@echo '  Variables: PYTHON= MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) WORKERS=$(WORKERS) ARGS="<further arguments>"'
 
 serve: $(BASE) ## serve MODEL with OpenAI's API on http://HOST:PORT
 	$(SAY) 'Serving $(MODEL) on http://$(HOST):$(PORT) (Ctrl-C stops)'
@@ -39,7 +41,7 @@ chat: $(BASE) ## chat with MODEL in the terminal
 
 test: $(DEV) ## run the tests (ARGS="-k name" selects)
 	$(SAY) 'Running the tests'
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(DEV) ## check style and formatting
 	$(SAY) 'Checking style'
