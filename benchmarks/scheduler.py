@@ -33,6 +33,7 @@ BLOCK_SIZE = 16
 NUM_RUNNING = 256
 NUM_WAITING = 10_000
 NUM_BLOCKS = 100_000
+NUM_SHORT_BLOCKS = 16_500  # of which the running sequences need nearly all at the start
 NUM_REPEATS = 100
 MAX_REPEATS_US = 1_000_000
 
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
     figures = []
-    for figure in chain(decode_steps(args.steps), arrivals(), finishes(), prefills()):
+    for figure in chain(decode_steps(args.steps), short_steps(args.steps), arrivals(), finishes(), prefills()):
         figures.append(figure)
         print(line(figure), flush=True)
     if args.out:
@@ -62,18 +63,33 @@ def decode_steps(num_steps: int) -> Iterator[Figure]:
     cases = [(0, False, 1), (NUM_WAITING, False, 1), (100_000, False, 1), (NUM_WAITING, True, 1)]
     for num_waiting, warm, num_tenants in [*cases, (NUM_WAITING, False, 8)]:
         state = with_waiting(busy(NUM_RUNNING, warm=warm, num_tenants=num_tenants), num_waiting, num_tenants)
-        state, _ = update(state, StepDue(0))
-        spare_collections()
-        due, done = [], []
-        for _ in range(num_steps):
-            due_us, state = timed(state, StepDue(0))
-            done_us, state = timed(state, step_done(state))
-            due.append(due_us)
-            done.append(done_us)
+        due, done, _ = stepped_on(state, num_steps)
         setting = {"num_waiting": num_waiting, "warm": warm, "tenants": num_tenants}
         yield figure_of("decode step", [a + b for a, b in zip(due, done)], 1000, setting)
         yield figure_of("decode step, StepDue", due, None, setting)
         yield figure_of("decode step, StepDone", done, None, setting)
+
+
+def short_steps(num_steps: int) -> Iterator[Figure]:
+    """The same where the pool is full: in most steps rows wait for blocks, and now and then somebody must yield."""
+    for num_tenants in (1, 8):
+        state = busy(NUM_RUNNING, num_tenants=num_tenants, num_blocks=NUM_SHORT_BLOCKS)
+        due, done, state = stepped_on(with_waiting(state, NUM_WAITING, num_tenants), num_steps)
+        setting = {"tenants": num_tenants, "running_at_last": len(state.running)}
+        yield figure_of("decode step, memory short", [a + b for a, b in zip(due, done)], 1000, setting)
+
+
+def stepped_on(state: State, num_steps: int) -> tuple[list[float], list[float], State]:
+    """Times of planning each step, and of finishing the one before it."""
+    state, _ = update(state, StepDue(0))
+    spare_collections()
+    due, done = [], []
+    for _ in range(num_steps):
+        due_us, state = timed(state, StepDue(0))
+        done_us, state = timed(state, step_done(state))
+        due.append(due_us)
+        done.append(done_us)
+    return due, done, state
 
 
 def arrivals() -> Iterator[Figure]:
@@ -110,12 +126,12 @@ def prefills() -> Iterator[Figure]:
         yield figure_of("prefix hit, StepDue", repeated(state, StepDue(0)), None, {"cached_blocks": num_blocks})
 
 
-def busy(num_running: int, *, warm: bool = False, num_tenants: int = 1) -> State:
+def busy(num_running: int, *, warm: bool = False, num_tenants: int = 1, num_blocks: int = NUM_BLOCKS) -> State:
     """A state with that many sequences decoding at staggered lengths, and nothing in flight."""
     state = init(
         SchedulerConfig(
             block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
+            num_blocks=num_blocks,
             max_num_seqs=NUM_RUNNING,
             max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE,
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
