@@ -177,9 +177,9 @@ def _pull(args: argparse.Namespace) -> None:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    from pagedjax import bench
+    from pagedjax.bench import command
 
-    return bench.main(argv)
+    return command.main(argv)
 
 
 def _info(args: argparse.Namespace) -> None:

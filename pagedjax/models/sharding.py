@@ -2,6 +2,8 @@
 
 The products into attention and the inner layer are split by outputs, those out of them by inputs, so a layer sums twice
 over the axis. Embeddings, norms and hidden states are whole on each device. The head is split by tokens.
+
+Programs only: they compile, and compute what a whole model does; no runner drives them on several devices yet.
 """
 
 from dataclasses import replace
@@ -31,7 +33,7 @@ def shard_of(config: ModelConfig, size: int) -> ModelConfig:
     uneven = {name: count for name, count in parts.items() if count % size}
     if uneven:
         told = ", ".join(f"{name} {count}" for name, count in uneven.items())
-        raise ConfigError(f"{told} cannot be split over {size} devices; set --tensor-parallel-size")
+        raise ConfigError(f"{told} cannot be split over {size} devices; take a number that divides all")
     return replace(
         config,
         num_heads=config.num_heads // size,

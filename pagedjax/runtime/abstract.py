@@ -34,31 +34,30 @@ def jobs(
     *,
     backend: AttentionBackend,
     dtype: Any,
+    cache_dtype: Any | None = None,
     mesh: Mesh | None = None,
     relayed: Callable[[nnx.Module], nnx.Module] = lambda model: model,
 ) -> list[Job]:
     """Every program that the runner would warm up on a GPU; on a single device, those of swaps too.
 
-    There, `relayed` may give the abstract model with weights in another layout.
+    There, `relayed` may give the abstract model with weights in another layout. The cache is of `cache_dtype`; None: of
+    the computing type.
     Raises ConfigError for limits or a split that cannot be.
     """
     dtype = jnp.dtype(dtype)
-    caches = _caches(config, scheduler, backend, dtype)
+    kept = dtype if cache_dtype is None else jnp.dtype(cache_dtype)
+    caches = _caches(config, scheduler, backend, kept)
     if mesh is None:
         parts = _parts(config, backend, dtype, relayed=relayed)
     else:
-        parts, caches = _split(config, scheduler, backend, dtype, caches, mesh)
+        shard_caches = _caches(sharding.shard_of(config, mesh.size), scheduler, backend, kept)
+        parts, caches = _split(config, backend, dtype, caches, shard_caches, mesh)
     decodes = backend.prefers_decode_programs
     found = programs.jobs(parts, shapes_for(scheduler), caches, scheduler.max_num_seqs, config, dtype, decodes=decodes)
     if mesh is not None:
         return [_placed(job, mesh) for job in found]
     sizes = swap.copy_sizes(_block_bytes(caches), scheduler.num_blocks, "gpu")
     return [*found, *copies.jobs(caches, block_copy.backend_for("gpu"), sizes, swaps=True)]
-
-
-def cache_bytes(job: Job) -> int:
-    """Bytes of the cache of a step's inputs, over all devices."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.inputs[1]))
 
 
 def leaf_names(config: ModelConfig, backend: AttentionBackend, dtype: Any) -> tuple[tuple[str, str], ...]:
@@ -92,14 +91,15 @@ def _block_bytes(caches: Any) -> int:
 
 
 def _split(
-    config: ModelConfig, scheduler: SchedulerConfig, backend: AttentionBackend, dtype: Any, caches: Any, mesh: Mesh
+    config: ModelConfig, backend: AttentionBackend, dtype: Any, caches: Any, shard_caches: Any, mesh: Mesh
 ) -> tuple[ModelParts, Any]:
-    """The parts of the whole model, whose functions run a shard of it on each device, and the caches, placed."""
+    """The parts of the whole model, whose functions run a shard of it on each device, and the caches, placed.
+    `shard_caches` are one device's."""
     shard_config = sharding.shard_of(config, mesh.size)
     whole = _parts(config, backend, dtype)
     shard = _parts(shard_config, backend, dtype, sum_over=sharding.AXIS)
     specs = tuple(_spec(names, leaf.ndim) for names, leaf in zip(whole.names, whole.forward_leaves, strict=True))
-    cache_specs = jax.tree.map(_split_spec, caches, _caches(shard_config, scheduler, backend, dtype))
+    cache_specs = jax.tree.map(_split_spec, caches, shard_caches)
 
     def forward(leaves: Any, ids: Any, positions: Any, caches: Any, ragged: Any, max_q_len: int | None) -> Any:
         mapped = jax.shard_map(

@@ -29,8 +29,9 @@ class Case:
 
     `kernels` maps the name of each kernel that must be there to what it must use: groups of names from
     `reading.INSTRUCTIONS`, of each group at least one. `cache` is the position of the argument that is the KV cache:
-    all of it must be aliased with an output, and no copy may be as large as one layer of its largest leaf, which holds
-    `num_layers`. XLA's own kernels are not judged.
+    all of it must be aliased with an output, and nothing new may be as large as one layer of its largest leaf, which
+    holds `num_layers`, or just as large as any leaf. `thunks` are kinds that must be there. XLA's own kernels are not
+    judged.
     A case with `refused` is recorded with that reason and not compiled. `quick` ones make up the short gate.
     """
 
@@ -41,6 +42,7 @@ class Case:
     topology: str = "1x1x1"
     target: str = "h200"
     kernels: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    thunks: tuple[str, ...] = ()
     cache: int | None = None
     num_layers: int = 1
     refused: str | None = None

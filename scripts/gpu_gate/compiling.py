@@ -3,6 +3,7 @@
 Runs in a process that has `target.environment`'s variables since before JAX was imported.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -43,7 +44,7 @@ class Compiled(NamedTuple):
     """What came out, on one device.
 
     `kernels` are those that the case names, and Mosaic's and jax-triton's. `new_arrays` are those of the whole program,
-    `cache_bytes` is the whole KV cache, `layer_bytes` one layer of its largest leaf.
+    `cache_bytes` is the whole KV cache, `leaf_bytes` each size of its leaves, `layer_bytes` one layer of the largest.
     """
 
     kernels: tuple[Kernel, ...]
@@ -54,6 +55,7 @@ class Compiled(NamedTuple):
     thunks: dict[str, int]
     new_arrays: tuple[reading.NewArray, ...]
     cache_bytes: int
+    leaf_bytes: tuple[int, ...]
     layer_bytes: int
     lower_s: float
     compile_s: float
@@ -80,7 +82,7 @@ def compile_case(case: Case, ptxas: Path, dump: Path) -> Compiled:
     kernels = _xla_kernels(dump, reading.dynamic_shared_bytes(thunks), ptxas, arch, tuple(case.kernels))
     kernels += mosaic.kernels(lowered, said[0]) + _jax_triton_kernels(jax_triton_dump(dump), ptxas, arch)
     memory = compiled.memory_analysis()
-    cache_bytes, layer_bytes = _cache_sizes(case, arguments)
+    leaf_bytes = [] if case.cache is None else [_device_bytes(leaf) for leaf in jax.tree.leaves(arguments[case.cache])]
     return Compiled(
         tuple(_as_kernel(*parts) for parts in kernels),
         memory.argument_size_in_bytes,
@@ -89,8 +91,9 @@ def compile_case(case: Case, ptxas: Path, dump: Path) -> Compiled:
         memory.temp_size_in_bytes,
         reading.thunk_kinds(thunks),
         tuple(reading.new_arrays(compiled.as_text())),
-        cache_bytes,
-        layer_bytes,
+        sum(leaf_bytes),
+        tuple(sorted(set(leaf_bytes))),
+        max(leaf_bytes, default=0) // case.num_layers,
         round(lowered_at - start, 2),
         round(compile_s, 2),
     )
@@ -117,17 +120,10 @@ def _placed(arguments: Any, mesh: Mesh) -> Any:
     return jax.tree.map(placed, arguments)
 
 
-def _cache_sizes(case: Case, arguments: Any) -> tuple[int, int]:
-    """On one device: bytes of the whole cache, and of one layer of its largest leaf."""
-    if case.cache is None:
-        return 0, 0
-    sizes = []
-    for leaf in jax.tree.leaves(arguments[case.cache]):
-        num_items = 1
-        for n in leaf.sharding.shard_shape(leaf.shape):
-            num_items *= n
-        sizes.append(num_items * leaf.dtype.itemsize)
-    return sum(sizes), max(sizes) // case.num_layers
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Of an array's part on one device."""
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _xla_kernels(

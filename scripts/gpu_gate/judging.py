@@ -15,6 +15,7 @@ def violations(case: Case, compiled: Compiled) -> list[str]:
             found.append(f"there is no kernel {name}")
         for kernel in mine:
             found += [f"{kernel.name} has no {' or '.join(group)}" for group in groups if not _any(kernel, group)]
+    found += [f"there is no thunk {kind}" for kind in case.thunks if kind not in compiled.thunks]
     return found + (_of_cache(compiled) if case.cache is not None else [])
 
 
@@ -42,6 +43,8 @@ def _of_cache(compiled: Compiled) -> list[str]:
             found.append(
                 f"{array.name} writes {array.num_bytes:,} bytes: a layer of the KV cache is {compiled.layer_bytes:,}"
             )
+        elif array.num_bytes in compiled.leaf_bytes:
+            found.append(f"{array.name} writes {array.num_bytes:,} bytes, just what a leaf of the KV cache takes")
     if compiled.temp_bytes >= compiled.cache_bytes:
         found.append(f"{compiled.temp_bytes:,} bytes of temporaries: as much as the KV cache")
     return found

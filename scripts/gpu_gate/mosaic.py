@@ -1,25 +1,41 @@
 """Kernels of Pallas Mosaic GPU in a program: Mosaic compiles them itself and prints PTX and ptxas' words."""
 
 import re
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from scripts.gpu_gate import reading
 
 TARGET = "mosaic_gpu_v2"
 _Parts = tuple[reading.Usage, str, int]
-# Mosaic compiles each distinct kernel once a process: later programs print nothing for it.
+# By hash. Mosaic compiles each distinct kernel once a process: later programs print nothing for it.
 _compiled: dict[bytes, tuple[reading.Usage, str]] = {}
+
+
+class Launch(NamedTuple):
+    """What a program launches: the kernel's name in PTX, and bytes of dynamic shared memory."""
+
+    name: str
+    shared_bytes: int
 
 
 def kernels(lowered: Any, said: str) -> list[_Parts]:
     """Usage, PTX and dynamic shared memory of each distinct kernel; `said` is what the compiler printed."""
-    calls = _calls(lowered)
-    new = [key for key in calls if key not in _compiled]
+    launches = _launches(lowered)
+    _compiled.update(paired({key: launch.name for key, launch in launches.items() if key not in _compiled}, said))
+    return [(*_compiled[key], launch.shared_bytes) for key, launch in launches.items()]
+
+
+def paired(new: Mapping[bytes, str], said: str) -> dict[bytes, tuple[reading.Usage, str]]:
+    """What was printed of each kernel in `new` (hash -> name). Names are all that both sides tell, so one must be of a
+    single new kernel of a program. Raises RuntimeError where it is not, or where names differ."""
     printed = _printed(said)
-    if len(printed) != len(new):
-        raise RuntimeError(f"Mosaic printed {len(printed)} kernels where {len(new)} are new")
-    _compiled.update(zip(new, printed))
-    return [(*_compiled[key], shared_bytes) for key, shared_bytes in calls.items()]
+    names = Counter(usage.kernel for usage, _ in printed)
+    if names != Counter(new.values()) or any(count > 1 for count in names.values()):
+        raise RuntimeError(f"Mosaic printed {sorted(names.elements())} where {sorted(new.values())} are new")
+    by_name = {usage.kernel: (usage, ptx) for usage, ptx in printed}
+    return {key: by_name[name] for key, name in new.items()}
 
 
 def _printed(said: str) -> list[tuple[reading.Usage, str]]:
@@ -31,11 +47,11 @@ def _printed(said: str) -> list[tuple[reading.Usage, str]]:
     return found
 
 
-def _calls(lowered: Any) -> dict[bytes, int]:
-    """Hash of each distinct kernel, in the program's order -> bytes of dynamic shared memory."""
+def _launches(lowered: Any) -> dict[bytes, Launch]:
+    """Hash of each distinct kernel -> how it is launched."""
     from jax.extend.mlir import ir
 
-    found: dict[bytes, int] = {}
+    found: dict[bytes, Launch] = {}
 
     def visit(operation: Any) -> Any:
         name = operation.attributes["call_target_name"] if operation.name == "stablehlo.custom_call" else None
@@ -43,15 +59,16 @@ def _calls(lowered: Any) -> dict[bytes, int]:
             config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
             key = ir.StringAttr(config["kernel_hash"]).value_bytes
             if key not in found:
-                found[key] = _dynamic_shared_bytes(ir, ir.StringAttr(config["module"]).value_bytes)
+                found[key] = _launch(ir, ir.StringAttr(config["module"]).value_bytes)
         return ir.WalkResult.ADVANCE
 
     lowered.compiler_ir("stablehlo").operation.walk(visit)
     return found
 
 
-def _dynamic_shared_bytes(ir: Any, module: bytes) -> int:
-    """The last operand of `gpu.launch`."""
+def _launch(ir: Any, module: bytes) -> Launch:
+    """Of the only `gpu.launch`: the kernel that is outlined of it takes its function's name, and its last operand is
+    the shared memory."""
     from jax.interpreters.mlir import make_ir_context
     from jaxlib.mosaic.python import mosaic_gpu
 
@@ -59,14 +76,16 @@ def _dynamic_shared_bytes(ir: Any, module: bytes) -> int:
     context.allow_unregistered_dialects = True
     context.load_all_available_dialects()
     mosaic_gpu.register_dialect(context)
-    sizes: list[int] = []
+    found: list[Launch] = []
 
     def visit(operation: Any) -> Any:
         if operation.name.endswith("gpu.launch"):
             size = list(operation.operands)[-1].owner
-            sizes.append(ir.IntegerAttr(size.attributes["value"]).value)
+            function = ir.StringAttr(operation.parent.attributes["sym_name"]).value
+            found.append(Launch(f"{function}_kernel", ir.IntegerAttr(size.attributes["value"]).value))
         return ir.WalkResult.ADVANCE
 
     with context:
         ir.Module.parse(module).operation.walk(visit)
-    return max(sizes)
+    (launch,) = found
+    return launch

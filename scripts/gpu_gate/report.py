@@ -1,12 +1,11 @@
 """Results as lines for a terminal, as JSON, and as the generated section of a page."""
 
-import platform
-import subprocess
 import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from pagedjax.bench.machine import git_commit, versions
 
 BAD = ("violation", "crashed")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "jax-triton", "triton")
@@ -27,14 +26,8 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 def new_record(results: list[dict[str, Any]], root: Path) -> dict[str, Any]:
     """What is kept of a run: how and from what it was made, and its results."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
     command = " ".join(["python", "-m", "scripts.gpu_gate", *_without_files(sys.argv[1:])])
-    return {"runs": [{"command": command, "commit": _commit(root), "versions": versions}], "results": results}
+    return {"runs": [{"command": command, "git": git_commit(root), "versions": versions(PACKAGES)}], "results": results}
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -57,18 +50,6 @@ def _without_files(arguments: list[str]) -> list[str]:
         else:
             kept.append(argument)
     return kept
-
-
-def _commit(root: Path) -> dict[str, Any] | None:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
-        return {"commit": git("rev-parse", "HEAD"), "dirty": dirty}
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def write_page(path: Path, results: list[dict[str, Any]]) -> None:

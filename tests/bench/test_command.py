@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import pytest
 from sse_server import DONE, Server, event, failing, streaming, usage
 
-from pagedjax.bench import main
-from pagedjax.bench.command import add_arguments
+from pagedjax.bench.command import add_arguments, main
 from pagedjax.bench.options import parse_engine_option, parse_length, parse_slo, warmup_workload, workload
 from pagedjax.bench.workload import LengthRange
 

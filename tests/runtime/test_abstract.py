@@ -12,7 +12,7 @@ import pytest
 from pagedjax.core.errors import ConfigError
 from pagedjax.models import sharding
 from pagedjax.runtime import abstract
-from pallas_kernels.ragged_attention import xla
+from pallas_kernels.ragged_attention import reference, xla
 from tests.runtime.tiny import CONFIG, SCHEDULER, make_runner
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +26,14 @@ def test_programs_from_shapes_are_those_of_the_runner():
     assert names == {(name, size) for name in {job.name for job in jobs} for size in runner.programs.sizes(name)}
 
 
-def test_a_steps_cache_is_as_large_as_the_runners():
-    step = next(job for job in abstract.jobs(CONFIG, SCHEDULER, backend=xla.BACKEND, dtype=jnp.float32))
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_a_steps_cache_is_as_large_as_the_runners(cache_dtype):
+    step = abstract.jobs(CONFIG, SCHEDULER, backend=reference.BACKEND, dtype=jnp.float32, cache_dtype=cache_dtype)[0]
     assert step.name == "step"
-    blocks = SCHEDULER.num_blocks * SCHEDULER.block_size
-    assert abstract.cache_bytes(step) == 2 * 4 * CONFIG.num_layers * blocks * CONFIG.num_kv_heads * CONFIG.head_dim
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step.inputs[1]))
+    shape = SCHEDULER.block_size, CONFIG.num_kv_heads, CONFIG.head_dim
+    per_block = reference.BACKEND.block_bytes(*shape, cache_dtype or "float32")
+    assert num_bytes == SCHEDULER.num_blocks * CONFIG.num_layers * per_block
 
 
 def test_shapes_take_no_memory_for_weights_that_no_machine_could_hold():

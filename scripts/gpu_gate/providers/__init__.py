@@ -10,5 +10,6 @@ PROVIDERS = (
     "block_copy",
     "quant_matmul",
     "steps",
+    "cache_steps",
     "quant_steps",
 )

@@ -12,23 +12,18 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionNeed, AttentionVariant
 from pallas_kernels.kv_blocks import init_blocks
 from pallas_kernels.paged_attention.shapes import SHAPES, DecodeShape
-from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program, struct
+from scripts.gpu_gate.attention import DECODE, SPLIT_DECODE
+from scripts.gpu_gate.cases import Case, Program, struct
 from scripts.gpu_gate.target import TARGETS
 
 QUICK = "8b-64x4k"
-# Backend -> its kernels where contexts are split, and where they are not.
-KERNELS = {
-    "pallas_mosaic": ("paged_attention_mosaic", "paged_attention_mosaic"),
-    "pallas_triton": ("paged_attention_pieces", "paged_attention"),
-    "jax_triton": ("paged_attention", "paged_attention"),
-}
 NUM_BLOCKS = 4096
 
 
 def cases(target: str) -> Iterable[Case]:
     for candidate in dispatch.CANDIDATES["paged_attention"]:
         name = candidate.backend.name
-        if name not in KERNELS:
+        if name not in DECODE:
             continue
         for label, shape in SHAPES.items():
             variant = AttentionVariant(kv_dtype=shape.kv_dtype)
@@ -39,7 +34,7 @@ def cases(target: str) -> Iterable[Case]:
                 target=target,
                 shape=f"{label} {shape.dtype}",
                 build=partial(_program, candidate.backend, shape, target),
-                kernels={KERNELS[name][shape.max_len <= 512]: (TENSOR_CORES,)},
+                kernels=(DECODE if shape.max_len <= 512 else SPLIT_DECODE)[name],
                 refused=candidate.refuse(need),
                 quick=label == QUICK,
             )

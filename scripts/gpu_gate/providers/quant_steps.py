@@ -14,8 +14,9 @@ from pallas_kernels.matmul import FloatWeight
 from pallas_kernels.quant_matmul import Int4Weight
 from pallas_kernels.ragged_attention import pallas_triton
 from pallas_kernels.triton import refuse
+from scripts.gpu_gate.attention import DECODES, MIXED
 from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program, struct
-from scripts.gpu_gate.providers.steps import BLOCK_SIZE, DTYPE, KERNELS, LLAMA_8B, NUM_BLOCKS
+from scripts.gpu_gate.providers.steps import BLOCK_SIZE, DTYPE, LLAMA_8B, NUM_BLOCKS
 from scripts.gpu_gate.target import TARGETS
 
 GROUP_SIZE = 128
@@ -24,11 +25,10 @@ MAX_TOKENS = 512
 
 def cases(target: str) -> Iterable[Case]:
     shape = AttentionShape(LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, BLOCK_SIZE)
-    attention = KERNELS["pallas_triton"]
     products = {"quant_matmul": (TENSOR_CORES,)}
     programs = {
-        ("decode", 64): ("decode of 64 rows", attention["decode"] | products),
-        ("step", MAX_TOKENS): ("prefill of 512 tokens", attention["step"]),
+        ("decode", 64): ("decode of 64 rows", {**DECODES["pallas_triton"], **products}),
+        ("step", MAX_TOKENS): ("prefill of 512 tokens", MIXED["pallas_triton"]),
     }
     for key, (what, kernels) in programs.items():
         yield Case(

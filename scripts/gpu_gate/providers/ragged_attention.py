@@ -11,22 +11,18 @@ from jax.sharding import Mesh
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionNeed, AttentionShape, AttentionVariant, KVBlocks, Ragged
 from pallas_kernels.ragged_attention.shapes import MODELS, VARIED
-from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program, struct
+from scripts.gpu_gate.attention import MIXED
+from scripts.gpu_gate.cases import Case, Program, struct
 from scripts.gpu_gate.target import TARGETS
 
 NUM_TOKENS, NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, NUM_LAYERS = 512, 64, 2048, 256, 4
 QUICK = "llama-3.1-8b"
 DTYPES = ("bfloat16", "float32")
-# Each backend's kernels, and what products must use, of each group one; Triton's float32 is three products in TF32.
-KERNELS = {
-    "pallas_mosaic": dict.fromkeys(("ragged_attention_mosaic", "paged_attention_mosaic"), (("wgmma",), ("tma",))),
-    "pallas_triton": {"ragged_attention": (TENSOR_CORES,)},
-}
 
 
 def cases(target: str) -> Iterable[Case]:
     for candidate in dispatch.CANDIDATES["ragged_attention"]:
-        if candidate.backend.name not in KERNELS:
+        if candidate.backend.name not in MIXED:
             continue
         plain = {(name, x): (shape, x, AttentionVariant()) for name, shape in MODELS.items() for x in DTYPES}
         varied = {(name, what[1]): what for name, what in VARIED.items()}
@@ -37,7 +33,7 @@ def cases(target: str) -> Iterable[Case]:
                 target=target,
                 shape=f"{name} {dtype}",
                 build=partial(_program, candidate.backend, shape, dtype, variant),
-                kernels=KERNELS[candidate.backend.name],
+                kernels=MIXED[candidate.backend.name],
                 cache=3,
                 num_layers=NUM_LAYERS,
                 refused=candidate.refuse(

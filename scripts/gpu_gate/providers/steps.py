@@ -15,7 +15,8 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import abstract
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionNeed, AttentionShape
-from scripts.gpu_gate.cases import TENSOR_CORES, Case, Program
+from scripts.gpu_gate.attention import DECODES, MIXED
+from scripts.gpu_gate.cases import Case, Program
 from scripts.gpu_gate.target import TARGETS
 
 _LLAMA = {
@@ -43,18 +44,10 @@ WHOLE = {
     ("scatter", 64): ("64 blocks into the cache", 0, True),
     ("copy", 16): ("16 blocks within the cache", 0, False),
 }
-# The attention kernels that must be there, and what they must use.
-_HOPPER = (("wgmma",), ("tma",))
-KERNELS = {
-    "pallas_mosaic": {
-        "step": dict.fromkeys(("ragged_attention_mosaic", "paged_attention_mosaic"), _HOPPER),
-        "decode": {"paged_attention_mosaic": _HOPPER},
-    },
-    "pallas_triton": {
-        "step": {"ragged_attention": (TENSOR_CORES,)},
-        "decode": {"paged_attention_pieces": (TENSOR_CORES,), "paged_attention_combine": ()},
-    },
-}
+# By the name of a program: attention kernels that must be there, by backend.
+KERNELS = {"step": MIXED, "decode": DECODES}
+# What devices say to each other.
+COLLECTIVES = {"step": ("AllReduce",), "decode": ("AllReduce",), "head": ("AllGather",)}
 SPLIT = {key: WHOLE[key] for key in (("step", 2048), ("decode", 64), ("head", 64))}
 
 
@@ -62,7 +55,7 @@ def cases(target: str) -> Iterable[Case]:
     shape = AttentionShape(LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, BLOCK_SIZE)
     need = AttentionNeed("gpu", shape, jnp.dtype(DTYPE), capability=TARGETS[target].capability)
     for candidate in dispatch.CANDIDATES["ragged_attention"]:
-        if candidate.backend.name not in KERNELS:
+        if candidate.backend.name not in MIXED:
             continue
         refused = candidate.refuse(need)
         yield from _cases(target, candidate.backend, "Llama-3-8B", LLAMA_8B, 1, refused)
@@ -79,16 +72,19 @@ def _cases(
             backend=backend.name,
             target=target,
             shape=f"{name}, {what}, {DTYPE}",
-            build=partial(program, backend, model, key),
+            build=partial(program, backend, model, key, None),
             topology=f"1x1x{num_devices}",
-            kernels=KERNELS[backend.name].get(key[0], {}),
+            kernels=KERNELS[key[0]][backend.name] if key[0] in KERNELS else {},
+            thunks=COLLECTIVES.get(key[0], ()) if num_devices > 1 else (),
             cache=cache,
             refused=refused,
             quick=quick and num_devices == 1,
         )
 
 
-def program(backend: AttentionBackend, model: ModelConfig, key: tuple[str, int], mesh: Mesh) -> Program:
+def program(
+    backend: AttentionBackend, model: ModelConfig, key: tuple[str, int], cache_dtype: str | None, mesh: Mesh
+) -> Program:
     """One of the runtime's programs, split over the mesh if that has several devices."""
     scheduler = SchedulerConfig(
         block_size=BLOCK_SIZE,
@@ -97,6 +93,7 @@ def program(backend: AttentionBackend, model: ModelConfig, key: tuple[str, int],
         max_num_batched_tokens=2048,
         max_model_len=model.max_position_embeddings,
     )
-    jobs = abstract.jobs(model, scheduler, backend=backend, dtype=DTYPE, mesh=mesh if mesh.size > 1 else None)
+    types = {"dtype": DTYPE, "cache_dtype": cache_dtype}
+    jobs = abstract.jobs(model, scheduler, backend=backend, mesh=mesh if mesh.size > 1 else None, **types)
     job = next(job for job in jobs if (job.name, job.size) == key)
     return Program(job.jitted, job.inputs)
