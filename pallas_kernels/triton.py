@@ -20,6 +20,8 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPUS = ("gpu", "cuda", "rocm")
+# bfloat16 and asynchronous copies came with Ampere.
+_CAPABILITY = (8, 0)
 # Where the hardware converts to and from it.
 _FLOAT8_CAPABILITY = (8, 9)
 
@@ -48,17 +50,28 @@ def refuse_shape(need: AttentionNeed) -> str | None:
 
 def refuse(need: AttentionNeed) -> str | None:
     """Why the compiled attention kernels can't run there, or None."""
-    return refuse_device(need) or refuse_interpreted(need)
+    return refuse_device(need.platform, need.capability) or refuse_float8(need) or refuse_interpreted(need)
 
 
-def refuse_device(need: AttentionNeed) -> str | None:
-    """Why Triton's compiler, Pallas' or not, can't make them for that device, or None."""
-    if need.platform not in GPUS:
-        return f"Triton compiles for GPUs only, and this platform is {need.platform}"
+def refuse_device(platform: str, capability: tuple[int, int] | None) -> str | None:
+    """Why Triton's compiler, Pallas' or not, can't make anything for that device, or None. None: it is not known."""
+    if platform not in GPUS:
+        return f"Triton compiles for GPUs only, and this platform is {platform}"
+    if capability is not None and capability < _CAPABILITY:
+        return f"it needs compute capability {_in_words(_CAPABILITY)}, and this GPU has {_in_words(capability)}"
+    return None
+
+
+def refuse_float8(need: AttentionNeed) -> str | None:
+    """Why kernels in Triton, Pallas' or not, can't read that cache there, or None."""
     known = need.capability or _FLOAT8_CAPABILITY
     if need.variant.kv_dtype == "float8_e4m3fn" and known < _FLOAT8_CAPABILITY:
-        return f"compute capability {known[0]}.{known[1]} cannot convert float8_e4m3fn; 8.9 and newer can"
+        return f"compute capability {_in_words(known)} cannot convert float8_e4m3fn; 8.9 and newer can"
     return None
+
+
+def _in_words(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def check_offsets(leaf: Any) -> None:

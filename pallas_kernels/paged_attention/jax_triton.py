@@ -17,7 +17,7 @@ from pallas_kernels.attention import AttentionNeed, AttentionShape
 from pallas_kernels.kv_blocks import KVBlocks
 from pallas_kernels.paged_attention.interface import PagedBackend
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
-from pallas_kernels.triton import power_of_two, refuse_device, refuse_shape
+from pallas_kernels.triton import power_of_two, refuse_device, refuse_float8, refuse_shape
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -25,7 +25,8 @@ MAX_SPLITS = 64
 
 def refuse(need: AttentionNeed) -> str | None:
     """Why the kernel can't run there, or None."""
-    return refuse_device(need) or refuse_shape(need) or jax_triton_guard.unavailable()
+    device = refuse_device(need.platform, need.capability) or refuse_float8(need)
+    return device or refuse_shape(need) or jax_triton_guard.unavailable()
 
 
 def attend(

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import jax_triton_guard
 from pallas_kernels.quant_matmul.interface import PAIRED, Int4Weight, QuantBackend, QuantNeed
-from pallas_kernels.quant_matmul.pallas_triton import refuse_device, refuse_shape
+from pallas_kernels.quant_matmul.pallas_triton import refuse_shape
 from pallas_kernels.quant_matmul.reference import ordered
 from pallas_kernels.quant_matmul.tiles import quant_tiles
+from pallas_kernels.triton import refuse_device
 
 
 def refuse(need: QuantNeed) -> str | None:
     """Why the kernel can't run there, or None."""
-    return refuse_device(need) or refuse_shape(need) or jax_triton_guard.unavailable()
+    device = refuse_device(need.platform, need.capability)
+    return device or refuse_shape(need) or jax_triton_guard.unavailable()
 
 
 def multiply(x: jax.Array, weight: Int4Weight) -> jax.Array:

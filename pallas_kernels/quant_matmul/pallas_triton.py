@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.quant_matmul.interface import PAIRED, Int4Weight, QuantBackend, QuantNeed
 from pallas_kernels.quant_matmul.reference import ordered
 from pallas_kernels.quant_matmul.tiles import QuantTiles, quant_tiles
-from pallas_kernels.triton import GPUS, plt
+from pallas_kernels.triton import plt, refuse_device
 
 # Above, writing the weight out in 16 bits (4 bytes a weight more to move) costs less than the plain product gains on
 # this one. On an H200 (4.8 TB/s, 790 TFLOP/s) that is at 330 tokens, if the kernel runs at half of the matmul rate.
@@ -47,18 +47,9 @@ def refuse_shape(need: QuantNeed) -> str | None:
     return None
 
 
-def refuse_device(need: QuantNeed) -> str | None:
-    """Why Triton's code can't run there, or None."""
-    if need.platform not in GPUS:
-        return f"Triton compiles for GPUs only, and this platform is {need.platform}"
-    if need.capability is not None and need.capability < (8, 0):
-        return f"it needs compute capability 8.0, and this GPU has {'.'.join(map(str, need.capability))}"
-    return None
-
-
 def refuse(need: QuantNeed) -> str | None:
     """Why the compiled kernel can't run there, or None."""
-    return refuse_device(need) or refuse_interpreted(need)
+    return refuse_device(need.platform, need.capability) or refuse_interpreted(need)
 
 
 def multiply(x: jax.Array, weight: Int4Weight, *, interpret: bool = False) -> jax.Array:

@@ -72,7 +72,7 @@ def attend(
     )
     if not only_decodes:
         shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], cache.k.shape[3])
-        tiles = tiles or prefill_tiles(shape, q.dtype.itemsize)
+        tiles = tiles or prefill_tiles(shape, q.dtype.itemsize, cache.k_scale is not None)
         out = _prefill(q, out, cache, ragged, scoring, layer, tiles, interpret)
     return out, cache
 

@@ -67,6 +67,12 @@ def test_a_gpu_prefers_triton_and_says_so_of_xla():
     assert choice.refused["xla"] == "pallas_triton is preferred"
 
 
+def test_a_gpu_before_ampere_gets_no_triton():
+    choice = choose("gpu", capability=(7, 5))
+    assert choice.backend.name == "xla"
+    assert "needs compute capability 8.0, and this GPU has 7.5" in choice.refused["pallas_triton"]
+
+
 def test_every_backend_is_chosen_or_refused_with_a_reason():
     for wish in (None, "reference"):
         choice = choose(wish=wish)

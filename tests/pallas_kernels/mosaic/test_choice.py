@@ -60,6 +60,14 @@ def test_what_the_kernels_cannot_take_is_refused(change, dtype, variant, reason)
     assert reason in choice.refused["pallas_mosaic"]
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 100, 128])
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+def test_triton_takes_what_mosaic_refuses_on_hopper(head_dim, kv_dtype):
+    choice = choose(SHAPE._replace(head_dim=head_dim), variant=AttentionVariant(kv_dtype=kv_dtype))
+    is_refused = head_dim % 64 or kv_dtype is not None
+    assert choice.backend.name == ("pallas_triton" if is_refused or support.api_gap() else "pallas_mosaic")
+
+
 def test_another_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.10.2")
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
