@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ START_LIMIT_S = 60.0
 # Together more than there is: what one part does not use, others have.
 PART_LIMIT_S = {"parity": 150.0, "kernels": 110.0, "engine": 200.0, "goldens": 100.0, "torch_generate": 100.0}
 OTHER_LIMIT_S = 60.0
+# Of the whole time, for each part that is yet to come: those that hang leave the others something.
+KEPT_S = 25.0
+# A process that its driver does not let go is left behind.
+KILL_S = 5.0
 BAD = ("failed", "crashed", "hung", "out of time")
 
 
@@ -38,15 +43,22 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.limit_s
     results: list[dict[str, Any]] = []
-    for part in options.part or PARTS:
+    parts = options.part or PARTS
+    for i, part in enumerate(parts):
         limit_s = options.limit_s if options.stand_in else PART_LIMIT_S.get(part, OTHER_LIMIT_S)
-        part_deadline = min(deadline, time.monotonic() + limit_s)
-        for result in run_part(part, stand_in=options.stand_in, deadline=part_deadline):
+        left_s = deadline - time.monotonic()
+        part_s = min(limit_s, share_s(left_s, len(parts) - i - 1))
+        for result in run_part(part, stand_in=options.stand_in, deadline=time.monotonic() + part_s):
             results.append(result)
             print(report.line(result), flush=True)
             report.write(options.out / "gpu_check.json", results, stand_in=options.stand_in, root=ROOT)
     print(report.table(results))
     return int(any(result["status"] in BAD for result in results))
+
+
+def share_s(left_s: float, num_to_come: int) -> float:
+    """What a part may take of the time that is left: all but `KEPT_S` for each one to come, an equal share at least."""
+    return max(left_s - KEPT_S * num_to_come, left_s / (num_to_come + 1))
 
 
 def run_part(part: str, *, stand_in: bool, deadline: float) -> Iterator[dict[str, Any]]:
@@ -114,7 +126,8 @@ def _watch(process: subprocess.Popen[bytes], results: Path, deadline: float) -> 
             limit_s = json.loads(text.splitlines()[-1]).get("limit_s", START_LIMIT_S)
         if now - since > limit_s or now > deadline:
             process.kill()
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=KILL_S)
             return f"no answer in {limit_s:.0f} s" if now <= deadline else "no answer before all time was over"
 
 

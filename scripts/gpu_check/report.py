@@ -1,19 +1,19 @@
 """Results as a line each, as JSON, and as the short table that is printed last."""
 
-import importlib.metadata
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from pagedjax.bench.machine import git_commit, versions
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "torch", "transformers", "triton")
 
 
 def line(result: dict[str, Any]) -> str:
     """One result for people."""
-    said = _figures(result["figures"]) if "figures" in result else result.get("reason", "").splitlines()[0][:160]
+    said = _figures(result["figures"]) if "figures" in result else result["reason"].partition("\n")[0][:160]
     return f"{result['status']:<8} {result['part']}: {result['name']}: {said}"
 
 
@@ -34,8 +34,8 @@ def write(path: Path, results: list[dict[str, Any]], *, stand_in: bool, root: Pa
     record = {
         "command": " ".join(sys.argv),
         "stand_in": stand_in,
-        "commit": _commit(root),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "git": git_commit(root),
+        "versions": versions(PACKAGES),
         "results": results,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -47,15 +47,3 @@ def _figures(figures: dict[str, Any]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _commit(root: Path) -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"

@@ -107,6 +107,27 @@ def test_when_time_is_over_what_was_not_tried_is_told(monkeypatch):
     assert set(gpu_check.BAD) >= {hung["status"], rest["status"]}
 
 
+def test_parts_that_take_all_their_time_leave_some_for_the_others():
+    left_s, taken_s = 470.0, []
+    for i in range(len(part.PARTS)):
+        taken_s.append(gpu_check.share_s(left_s, len(part.PARTS) - i - 1))
+        left_s -= min(taken_s[-1], 200.0)
+    assert min(taken_s) >= gpu_check.KEPT_S and left_s >= 0
+    assert gpu_check.share_s(10.0, 4) == 2.0
+
+
+def test_a_process_that_cannot_be_ended_is_left_behind(monkeypatch):
+    stuck = []
+    monkeypatch.setattr(gpu_check, "KILL_S", 0.1)
+    monkeypatch.setattr(gpu_check.subprocess.Popen, "kill", lambda process: stuck.append(process))
+    fake_part(monkeypatch, "say(began='one', limit_s=0.2); time.sleep(60)")
+    first, *_ = run_fake(limit_s=1)
+    for process in stuck:
+        process.terminate()
+        process.wait()
+    assert first["status"] == "hung"
+
+
 def test_the_table_has_figures_failures_and_counts():
     results = [
         {"part": "parity", "name": "a", "status": "ok", "figures": {"error": 0.01}},
