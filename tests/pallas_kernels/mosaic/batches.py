@@ -16,7 +16,10 @@ NUM_LAYERS, LAYER = 2, 1
 
 class Batch(NamedTuple):
     q: Any  # [tokens, heads, head_dim]
-    cache: KVBlocks  # the step's tokens are in it already
+    k: Any  # [tokens, kv_heads, head_dim]
+    v: Any
+    before: KVBlocks  # the cache without the step's tokens
+    cache: KVBlocks  # the same with them
     ragged: Ragged
     shape: AttentionShape
 
@@ -24,8 +27,8 @@ class Batch(NamedTuple):
 def make_batch(
     shape: AttentionShape, rows: list[tuple[int, int]], padding: int, dtype: str, rng: np.random.Generator
 ) -> Batch:
-    """Rows of (query tokens, cached tokens), leading decodes first, then `padding` tokens of none. Unused table
-    entries name no block."""
+    """Rows of (query tokens, cached tokens), leading decodes first, then `padding` tokens of none, whose slots lie
+    before the cache or past it. Unused table entries name no block."""
     size = shape.block_size
     counts = [-(-kv_len // size) for _, kv_len in rows]
     num_blocks = sum(counts) + 2
@@ -40,12 +43,21 @@ def make_batch(
     q_lens = [q_len for q_len, _ in rows]
     num_decodes = next((i for i, q_len in enumerate(q_lens) if q_len != 1), len(rows))
     starts, kv_lens = np.cumsum([0, *q_lens]), [kv_len for _, kv_len in rows]
-    num_tokens = int(starts[-1]) + padding
-    ragged = Ragged(
-        *(jnp.asarray(x, jnp.int32) for x in (tables, starts, kv_lens, np.full(num_tokens, -1), num_decodes))
-    )
+    num_tokens, num_slots = int(starts[-1]) + padding, num_blocks * size
+    places = [
+        table[i // size] * size + i % size for table, (q_len, n) in zip(tables, rows) for i in range(n - q_len, n)
+    ]
+    slots = np.array([*places, *rng.choice([-1, -size - 1, num_slots, 2**31 - 1], padding)], np.int64)
     q = rng.standard_normal((num_tokens, shape.num_heads, shape.head_dim))
-    return Batch(jnp.asarray(q, dtype), KVBlocks(*(jnp.asarray(x, dtype) for x in layers)), ragged, shape)
+    k, v = rng.standard_normal((2, num_tokens, shape.num_kv_heads, shape.head_dim))
+    blocks, offsets = np.divmod(slots[: len(places)], size)
+    before = layers.copy()
+    for x, layer, old in zip((k, v), layers, before):
+        x[: len(places)] = layer[blocks, LAYER, :, offsets]
+        old[blocks, LAYER, :, offsets] = np.nan
+    ragged = Ragged(*(jnp.asarray(x, jnp.int32) for x in (tables, starts, kv_lens, slots, num_decodes)))
+    caches = [KVBlocks(*(jnp.asarray(x, dtype) for x in leaves)) for leaves in (before, layers)]
+    return Batch(*(jnp.asarray(x, dtype) for x in (q, k, v)), *caches, ragged, shape)
 
 
 def expected(

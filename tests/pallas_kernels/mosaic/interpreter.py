@@ -18,7 +18,8 @@ MARK = "RESULT "
 
 
 def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = False) -> dict[str, dict[str, Any]]:
-    """Each job's result by its name: see `interpret.py`. The one that got stuck, and those after it, have none.
+    """Each job's result by its name: see `interpret.py`. One that got stuck or ended the process, and those after it,
+    have none.
 
     `limit_s` is a job's. What the process says is printed, unless `quiet`.
     """
@@ -31,7 +32,7 @@ def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = Fal
         stderr=subprocess.STDOUT,
         text=True,
     )
-    results: queue.Queue[dict[str, Any]] = queue.Queue()
+    results: queue.Queue[dict[str, Any] | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process.stdout, results, quiet))
     reader.start()
     found = {}
@@ -40,7 +41,9 @@ def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = Fal
         process.stdin.close()
         with contextlib.suppress(queue.Empty):
             for name in jobs:
-                found[name] = results.get(timeout=limit_s)
+                if (result := results.get(timeout=limit_s)) is None:
+                    break
+                found[name] = result
     finally:
         process.kill()
         process.wait()
@@ -49,9 +52,11 @@ def interpret(jobs: dict[str, dict[str, Any]], limit_s: float, quiet: bool = Fal
     return found
 
 
-def _read(lines: Any, results: queue.Queue[dict[str, Any]], quiet: bool) -> None:
+def _read(lines: Any, results: queue.Queue[dict[str, Any] | None], quiet: bool) -> None:
+    """Every result, and None once the process has ended."""
     for line in lines:
         if line.startswith(MARK):
             results.put(json.loads(line.removeprefix(MARK)))
         if not quiet:
             print(line, end="")
+    results.put(None)
