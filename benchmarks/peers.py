@@ -11,7 +11,8 @@ only ratios within one run compare engines. "other CPU" is what else ran: a roun
 
 Example:
   python benchmarks/peers.py --engine pagedjax=http://127.0.0.1:8000 --engine vllm=http://127.0.0.1:8001 \\
-      --hf-python ~/hf/bin/python --hf-model ~/smollm2-hf --workloads W1,W2,W4,W3@2 --rounds 3
+      --hf-python ~/hf/bin/python --hf-model ~/smollm2-hf --openvino-python ~/ov/bin/python \\
+      --openvino-model model.gguf --workloads W1,W2,W4,W3@2 --rounds 3
 """
 
 import argparse
@@ -129,12 +130,12 @@ class Server:
         return Outcome(result, peak_memory_bytes(self.pid) if self.pid else None, used_s)
 
 
-class HuggingFace:
-    """transformers in a process of its own, fed line by line (hf_offline.py)."""
+class Offline:
+    """An engine without a server, in a process of its own, fed line by line (hf_offline.py, openvino_offline.py)."""
 
-    def __init__(self, mode: str, python: str, model: str, dtype: str, stack: ExitStack) -> None:
-        self.name = f"hf-{mode}"
-        command = [python, str(HERE / "hf_offline.py"), model, "--mode", mode, "--dtype", dtype]
+    def __init__(self, name: str, python: str, script: str, arguments: Sequence[str], stack: ExitStack) -> None:
+        self.name, self._script = name, script
+        command = [python, str(HERE / script), *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -145,7 +146,7 @@ class HuggingFace:
         before_s = cpu_seconds(self._process.pid)
         answer = self._ask(workload)
         after_s = cpu_seconds(self._process.pid)
-        records = tuple(hf_record(entry) for entry in answer["records"])
+        records = tuple(offline_record(entry) for entry in answer["records"])
         used_s = None if before_s is None or after_s is None else after_s - before_s
         return Outcome(
             LoadResult(records, max(answer["wall_s"], 1e-9), False, 0.0), answer["peak_memory_bytes"], used_s
@@ -164,17 +165,17 @@ class HuggingFace:
         answer = self._process.stdout.readline()
         if not answer:
             raise ConfigError(
-                f"{self.name} ended with code {self._process.wait()}; try benchmarks/hf_offline.py by hand"
+                f"{self.name} ended with code {self._process.wait()}; try benchmarks/{self._script} by hand"
             )
         parsed: dict[str, Any] = json.loads(answer)
         return parsed
 
 
-Engine = Server | HuggingFace
+Engine = Server | Offline
 
 
-def hf_record(entry: dict[str, Any]) -> RequestRecord:
-    """A line of hf_offline.py's answer as the client would have recorded it."""
+def offline_record(entry: dict[str, Any]) -> RequestRecord:
+    """An offline engine's account of a request as the client would have recorded it."""
     times_s = entry["token_times_s"]
     return RequestRecord(
         due_s=entry["due_s"],
@@ -332,10 +333,15 @@ def open_engines(args: argparse.Namespace, stack: ExitStack) -> list[Engine]:
     if args.hf_python:
         if not args.hf_model:
             raise ConfigError("--hf-python needs --hf-model DIR")
-        modes = args.hf_modes.split(",")
-        engines += [HuggingFace(mode, args.hf_python, args.hf_model, args.hf_dtype, stack) for mode in modes]
+        for mode in args.hf_modes.split(","):
+            arguments = [args.hf_model, "--mode", mode, "--dtype", args.hf_dtype]
+            engines.append(Offline(f"hf-{mode}", args.hf_python, "hf_offline.py", arguments, stack))
+    if args.openvino_python:
+        if not args.openvino_model:
+            raise ConfigError("--openvino-python needs --openvino-model FILE")
+        engines.append(Offline("openvino", args.openvino_python, "openvino_offline.py", [args.openvino_model], stack))
     if not engines:
-        raise ConfigError("give at least one --engine NAME=URL or --hf-python")
+        raise ConfigError("give at least one --engine NAME=URL, --hf-python or --openvino-python")
     if args.baseline and args.baseline not in {engine.name for engine in engines}:
         raise ConfigError(f"--baseline {args.baseline} is none of {', '.join(engine.name for engine in engines)}")
     return engines
@@ -367,6 +373,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hf-model", metavar="DIR", help="the model in Hugging Face's format")
     add("--hf-modes", default="static,continuous", metavar="MODES", help="(default: %(default)s)")
     add("--hf-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    add("--openvino-python", metavar="PATH", help="Python with openvino-genai; adds it as an engine, in bfloat16")
+    add("--openvino-model", metavar="FILE", help="GGUF file, or the model in OpenVINO's format")
     add("--workloads", default="W1,W2,W4,W3@1,W3@2", metavar="LIST", help="(default: %(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -93,7 +93,7 @@ def test_ratios_above_one_are_better_for_rates_and_latencies(peers):
 
 
 def test_token_times_of_an_offline_engine_become_a_record(peers):
-    record = peers.hf_record(
+    record = peers.offline_record(
         {"due_s": 1.0, "start_s": 1.0, "token_times_s": [1.5, 1.75, 2.0], "prompt_len": 7, "error": None}
     )
     assert (record.ttft_s, record.tpot_s, record.e2e_s) == (0.5, 0.25, 1.0)
@@ -102,4 +102,4 @@ def test_token_times_of_an_offline_engine_become_a_record(peers):
 
 def test_an_offline_request_without_tokens_is_a_failure(peers):
     entry = {"due_s": 1.0, "start_s": 1.0, "token_times_s": [], "prompt_len": 7, "error": "no tokens"}
-    assert (peers.hf_record(entry).status, peers.hf_record(entry).error) == ("failed", "no tokens")
+    assert (peers.offline_record(entry).status, peers.offline_record(entry).error) == ("failed", "no tokens")
