@@ -31,15 +31,24 @@ _MESSAGE = {
         "content": {"anyOf": [_STRING, {"type": "array", "items": _OBJECT, "minItems": 1}, {"type": "null"}]},
     },
 }
+_FUNCTION = {"name": _STRING, "description": _STRING, "parameters": _OBJECT, "strict": _BOOLEAN}
 _TOOL = {
     "type": "object",
     "required": ["type", "function"],
     "properties": {
         "type": {"const": "function"},
-        "function": {
+        "function": {"type": "object", "required": ["name"], "properties": _FUNCTION},
+    },
+}
+# A response's fields differ: its input holds items, not prompts, and its tools are flat.
+_OF_RESPONSES: dict[str, dict[str, Any]] = {
+    "input": {"anyOf": [_STRING, {**_ARRAY, "minItems": 1}]},
+    "tools": {
+        "type": "array",
+        "items": {
             "type": "object",
-            "required": ["name"],
-            "properties": {"name": _STRING, "description": _STRING, "parameters": _OBJECT, "strict": _BOOLEAN},
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, **_FUNCTION},
         },
     },
 }
@@ -104,8 +113,7 @@ _ERROR = {
 
 def body_schema(table: Mapping[str, Check], required: list[str]) -> dict[str, Any]:
     """The schema of a body that is read by this table. `null` means absent, for every field."""
-    # A response's input holds items, not prompts.
-    special = _BY_NAME | ({"input": {"anyOf": [_STRING, _ARRAY]}} if table is response_call.FIELDS else {})
+    special = _BY_NAME | (_OF_RESPONSES if table is response_call.FIELDS else {})
     properties = {
         name: _or_null(special.get(name) or _BY_CHECK.get(check, {}))
         for name, check in table.items()

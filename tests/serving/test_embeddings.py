@@ -3,6 +3,7 @@
 import base64
 import json
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -119,6 +120,33 @@ def test_the_document_has_every_route_and_every_field_that_is_taken(client):
     for path, table in tables.items():
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["properties"]) == {name for name, check in table.items() if check is not fields.refused}
+
+
+FUNCTION = {"name": "time", "parameters": {"type": "object"}}
+ASKED = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_right"),
+    [
+        ("/v1/chat/completions", ASKED, True),
+        ("/v1/chat/completions", {"messages": []}, False),
+        (
+            "/v1/chat/completions",
+            {**ASKED, "tools": [{"type": "function", "function": FUNCTION}]},
+            True,
+        ),
+        ("/v1/chat/completions", {**ASKED, "tools": [{"type": "function", **FUNCTION}]}, False),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", **FUNCTION}]}, True),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "function": FUNCTION}]}, False),
+        ("/v1/responses", {"input": []}, False),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "frobnicate": 1}, False),
+    ],
+)
+def test_the_document_s_schemas_take_what_the_routes_take(client, path, body, is_right):
+    post = client.get("/openapi.json").json()["paths"][path]["post"]
+    validator = jsonschema.Draft202012Validator(post["requestBody"]["content"]["application/json"]["schema"])
+    assert validator.is_valid({"model": "tiny", **body}) == is_right
 
 
 def test_the_docs_page_needs_nothing_from_elsewhere(client):
