@@ -24,6 +24,7 @@ from pagedjax.runtime.runner import Runner
 from pagedjax.runtime.swap import AnyPool, max_staging_bytes
 from pagedjax.weights import load, store
 from pagedjax.weights.pack import PackedWeight, describe
+from pagedjax.weights.packed_cache import PackedCache
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, AttentionVariant
 
@@ -52,7 +53,10 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     cache_dtype = jnp.dtype(KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype))
     bytes_per_block = kv_cache.block_bytes(model_config, backend, config.block_size, cache_dtype)
     weights: list[PackedWeight] = []
-    model = load.load_model(path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append)
+    cache = PackedCache(store.home_directory() / "packed")
+    model = load.load_model(
+        path, dtype=config.dtype, backend=backend, layout=choice.layout, note=weights.append, cache=cache
+    )
     report("load", 1, 1)
     pools = make_pools(config.runtime, bytes_per_block)
     staging_bytes = max_staging_bytes(config.scheduler(1), bytes_per_block) if pools else 0
@@ -65,7 +69,9 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
         spared_bytes=staging_bytes,
         device=device_memory.measure(model, model_config, config.scheduler(1), runtime, **types),
     )
-    logger.info("event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks))
+    logger.info(
+        "event=resolved %s", chosen(config, backend.name, choice, weights, num_blocks, weights_cache=cache.outcome)
+    )
     scheduler = with_tiers(config.scheduler(num_blocks), pools)
     runner = Runner(model, model_config, scheduler, runtime, pools=pools, **types)
     runner.warm_up(lambda done, total, label: report("compile", done, total))
@@ -111,6 +117,8 @@ def chosen(
     choice: WeightChoice,
     weights: Sequence[PackedWeight],
     num_blocks: int,
+    *,
+    weights_cache: str,
 ) -> str:
     """What was left automatic, as it has been filled in: key=value."""
     choices = {
@@ -123,6 +131,7 @@ def chosen(
         "weights": choice.layout,
         "weights_reason": f'"{choice.reason}"',
         "weights_packed": f'"{describe(weights)}"',
+        "weights_cache": f'"{weights_cache}"',
         "compilation_cache_dir": config.compilation_cache_dir,
     }
     return " ".join(f"{name}={value}" for name, value in choices.items())

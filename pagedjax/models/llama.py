@@ -82,6 +82,11 @@ class LlamaForCausalLM(nnx.Module):
             return self.embed_tokens.attend(hidden)
         return self.lm_head(hidden, out_dtype=jnp.float32)
 
+    @property
+    def head_weight(self) -> Any:
+        """That of `logits`, [vocab, hidden], in whatever layout."""
+        return (self.embed_tokens if self.lm_head is None else self.lm_head).weight.get_value()
+
     @classmethod
     def load(
         cls,

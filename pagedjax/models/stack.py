@@ -34,7 +34,7 @@ Mix = Callable[..., tuple[jax.Array, KVBlocks]]
 def init_caches(
     config: ModelConfig, backend: AttentionBackend, *, num_blocks: int, block_size: int, dtype: Any
 ) -> tuple[KVBlocks, ...]:
-    """Zeroed caches for `run_layers`: one of all layers if the backend loops over or joins them, else one a layer."""
+    """Empty caches for `run_layers`: one of all layers if the backend loops over or joins them, else one a layer."""
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
     if backend.prefers_loop or backend.joins_layers:
         return (backend.init_cache(*shape, num_layers=config.num_layers),)

@@ -4,6 +4,7 @@ Each input of a program costs dispatch time, so everything travels in one array 
 are fresh each step, since the CPU's device may read them in place while the next step is built.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -64,14 +65,14 @@ class DeviceBatch(NamedTuple):
 
 
 def packed_size(shapes: Shapes, num_tokens: int) -> int:
-    return sum(int(np.prod(shape)) for shape in _part_shapes(shapes, num_tokens))
+    return sum(map(math.prod, _part_shapes(shapes, num_tokens)))
 
 
 def split(packed: Array, shapes: Shapes, num_tokens: int) -> StepInputs:
     """The parts of a packed array for `num_tokens` (one of the sizes): views in numpy, slices in a program."""
     parts, offset = [], 0
     for shape in _part_shapes(shapes, num_tokens):
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         parts.append(packed[offset : offset + size].reshape(shape))
         offset += size
     return StepInputs(*parts)

@@ -17,6 +17,7 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime import sampler
 from pagedjax.runtime.batch import packed_size, split
 from pagedjax.runtime.config import Shapes
+from pallas_kernels.matmul import Largest, fused_argmax
 from pallas_kernels.ragged_attention import Ragged
 
 Progress = Callable[[int, int, str], None]
@@ -27,7 +28,8 @@ class ModelParts(NamedTuple):
     """A model split once: functions of flat leaves, and the leaves that each of them uses.
 
     `forward(leaves, token_ids, positions, caches, ragged, max_q_len)` gives (hidden [T, H], caches); `max_q_len`, an
-    int or None, is the promise of `AttentionBackend`. `head(leaves, hidden [n, H])` gives logits [n, V] in float32.
+    int or None, is the promise of `AttentionBackend`. `head(leaves, hidden [n, H])` gives logits [n, V] in float32;
+    `argmax`, of the same leaves, their `Largest` without the logits, where the head's layout has a way to.
     `names` says which module and parameter each of the forward's leaves belongs to.
     """
 
@@ -36,6 +38,7 @@ class ModelParts(NamedTuple):
     forward_leaves: Leaves
     head_leaves: Leaves
     names: tuple[tuple[str, str], ...]
+    argmax: Callable[..., Largest] | None = None
 
 
 def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
@@ -50,19 +53,30 @@ def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
     def head(values: Leaves, hidden: jax.Array) -> jax.Array:
         return merged(values).logits(hidden)
 
+    def argmax(values: Leaves, hidden: jax.Array) -> Largest:
+        return fused(hidden, merged(values).head_weight)
+
     def forward(values: Leaves, *inputs: Any, **options: Any) -> Any:
         return merged(values)(*inputs, **options)
 
     used = _used_leaves(head, leaves, hidden)
 
-    def head_of_used(values: Leaves, hidden: jax.Array) -> jax.Array:
+    def of_used(function: Callable[..., Any], values: Leaves, hidden: jax.Array) -> Any:
         # Leaves that the head does not read stay what they are: their values never enter the program.
         everything = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         for index, value in zip(used, values):
             everything[index] = value
-        return head(tuple(everything), hidden)
+        return function(tuple(everything), hidden)
 
-    return ModelParts(forward, head_of_used, tuple(leaves), tuple(leaves[index] for index in used), tuple(names))
+    fused = fused_argmax(model.head_weight)
+    return ModelParts(
+        forward,
+        partial(of_used, head),
+        tuple(leaves),
+        tuple(leaves[index] for index in used),
+        tuple(names),
+        partial(of_used, argmax) if fused else None,
+    )
 
 
 def _used_leaves(head: Callable[..., Any], leaves: list[jax.Array], hidden: jax.ShapeDtypeStruct) -> list[int]:
@@ -186,6 +200,9 @@ def _row_jobs(parts: ModelParts, sizes: _Sizes) -> Iterator[Job]:
         head = _jitted(f"head_{size}", partial(_head, parts, size))
         yield Job("sample", size, jax.jit(sampler.sample), (logits, last_ids, fields, uniform))
         yield Job("greedy", size, jax.jit(sampler.greedy), (logits, last_ids, fields))
+        if parts.argmax is not None:
+            argmax = _jitted(f"argmax_{size}", partial(_argmax, parts.argmax, size))
+            yield Job("argmax", size, argmax, (leaves, sizes.hidden(num_picked), last_ids, fields))
         yield Job("score", size, jax.jit(sampler.score), (logits, _ints(size)))
         yield Job("adjust", size, jax.jit(sampler.adjust), (logits, sizes.penalties, fields, *bias))
         words = _ints(size, sampler.num_mask_words(sizes.vocab))
@@ -226,6 +243,18 @@ def _step(
 
 def _head(parts: ModelParts, size: int, leaves: Leaves, picked: jax.Array) -> jax.Array:
     return parts.head(leaves, picked[:size])
+
+
+def _argmax(
+    argmax: Callable[..., Largest],
+    size: int,
+    leaves: Leaves,
+    picked: jax.Array,
+    last_ids: jax.Array,
+    fields: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What `sampler.greedy` gives of the head's logits."""
+    return sampler.keep(argmax(leaves, picked[:size]), last_ids, fields)
 
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:

@@ -269,6 +269,11 @@ class Runner:
         self, batch: DeviceBatch, picked: jax.Array, masks: Mapping[int, np.ndarray] = MappingProxyType({})
     ) -> tuple[jax.Array, jax.Array | None]:
         size, slots = batch.row_size, batch.sampling_slots
+        if self._parts.argmax is not None and not masks and self._slots.wants_likeliest[slots].all():
+            inputs = self._parts.head_leaves, picked, self._last_ids, batch.fields[:size]
+            ids, self._last_ids = self.programs["argmax", size](*inputs)
+            self._slots.sampled_position[slots] = batch.next_positions
+            return ids, None
         logits = self.programs["head", size](self._parts.head_leaves, picked)
         is_adjusted = self._slots.is_adjusted[slots]
         adjusted = self._adjust(logits, batch) if is_adjusted.any() else logits

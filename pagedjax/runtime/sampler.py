@@ -19,6 +19,7 @@ from jax import lax
 
 from pagedjax.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from pagedjax.runtime.truncation import BLOCK, Scale, Wishes, find_threshold, ordered_bits, split_blocks, weigh
+from pallas_kernels.matmul import Largest
 
 FAULTY = -1  # the id of a row whose logits are not finite
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
@@ -143,7 +144,12 @@ def greedy(logits: jax.Array, last_ids: jax.Array, packed: jax.Array) -> tuple[j
     """(ids [rows], last_ids [slots] with them filled in): the likeliest token, the lowest id of equals."""
     blocks = split_blocks(logits, -jnp.inf)
     maxima, top = _maxima(blocks)
-    return _store(_first_equal(blocks, maxima, top), top, last_ids, unpack(packed).slot)
+    return keep(Largest(_first_equal(blocks, maxima, top), top), last_ids, packed)
+
+
+def keep(likeliest: Largest, last_ids: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `greedy` gives, from the likeliest tokens and their logits."""
+    return _store(likeliest.output, likeliest.value, last_ids, unpack(packed).slot)
 
 
 def sample(

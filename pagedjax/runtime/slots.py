@@ -17,7 +17,8 @@ class SlotTable:
 
     Arrays by slot: `tables` [slots, table_width] block ids, `fields` [slots + 1, NUM_FIELDS] (see `sampler.encode`),
     `free_from` the first position that min_tokens no longer guards, `sampled_position` that of the token in the
-    device's last ids (-1: none), and what the sequence asks for: `is_random`, `is_adjusted`, `wants_logprobs`.
+    device's last ids (-1: none), and what the sequence asks for: `is_random`, `is_adjusted`, `wants_logprobs`, and
+    `wants_likeliest` where it is none of these: the likeliest token and no more.
     """
 
     def __init__(self, num_slots: int, table_width: int, num_blocks: int) -> None:
@@ -30,6 +31,7 @@ class SlotTable:
         self.is_random = np.zeros(num_slots, bool)
         self.is_adjusted = np.zeros(num_slots, bool)
         self.wants_logprobs = np.zeros(num_slots, bool)
+        self.wants_likeliest = np.zeros(num_slots, bool)
         self._blocks: list[tuple[int, ...]] = [()] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
@@ -61,6 +63,8 @@ class SlotTable:
         self.is_random[slot] = params.temperature >= sampler.GREEDY_BELOW
         self.is_adjusted[slot] = sampler.needs_adjusting(params)
         self.wants_logprobs[slot] = params.logprobs is not None
+        wants_more = self.is_random[slot] or self.is_adjusted[slot] or self.wants_logprobs[slot]
+        self.wants_likeliest[slot] = not wants_more
         return slot
 
     def release(self, sequence_id: int) -> int | None:

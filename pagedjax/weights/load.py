@@ -18,6 +18,7 @@ from pagedjax.models.llama import LlamaForCausalLM
 from pagedjax.weights import gguf_llama, int4
 from pagedjax.weights.gguf import open_gguf
 from pagedjax.weights.pack import Layout, PackedWeight, pack_for
+from pagedjax.weights.packed_cache import PackedCache
 from pagedjax.weights.safetensors import SafetensorFiles, open_safetensors
 from pallas_kernels.matmul import QuantisedRows
 from pallas_kernels.quant_matmul import Int4Tensor, packing
@@ -74,11 +75,13 @@ def load_model(
     backend: AttentionBackend,
     layout: Layout = "float",
     note: Callable[[PackedWeight], None] = lambda weight: None,
+    cache: PackedCache | None = None,
 ) -> LlamaForCausalLM:
     """The model of the checkpoint at `path` with its weights in `dtype` (float32, bfloat16 or float16).
 
     `layout` is how weights of products are kept, see `pack`; "float" and "w4a16" go everywhere, the others take native
     kernels. `note` is told of each weight that is not floats. One weight at a time is in memory beside the model.
+    Weights packed for native kernels are taken from `cache`, if given, and kept there.
     Raises ConfigError as `open_checkpoint` does, and for tensors that are missing, too many or of the wrong shape.
     """
     if dtype not in DTYPES:
@@ -88,10 +91,18 @@ def load_model(
         if layout == "w4a16":
             pack: Pack | None = int4.pack_for(checkpoint.get_int4, note=note)
         else:
-            pack = pack_for(checkpoint.get, checkpoint.get_quantised, checkpoint.encodings, layout, note=note)
-        return kind.load(
+            tensors = checkpoint.get, checkpoint.get_quantised, checkpoint.encodings, layout
+
+            def make_pack(note: Callable[[PackedWeight], None]) -> Pack | None:
+                return pack_for(*tensors, note=note)
+
+            pack = make_pack(note) if cache is None else cache.through(Path(path), layout, make_pack, note)
+        model = kind.load(
             checkpoint.config, checkpoint.get, checkpoint.names, dtype=DTYPES[dtype], backend=backend, pack=pack
         )
+    if cache is not None:
+        cache.save()
+    return model
 
 
 def _open_gguf(path: Path) -> Checkpoint:

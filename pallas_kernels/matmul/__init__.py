@@ -1,4 +1,5 @@
-"""Products with a weight of any layout: `matmul`, `take_rows`, and `linear`, a product with what lies around it.
+"""Products with a weight of any layout: `matmul`, `take_rows`, and `linear`, a product with what lies around it; where
+a layout has one, `fused_argmax` gives the largest results alone.
 
 A layout is a registered pytree dataclass; `register` teaches the functions a new one, so that quantised weights slot in
 without touching models. `preferred` says which layout suits weights of a dtype here, and why not another.
@@ -6,7 +7,7 @@ without touching models. `preferred` says which layout suits weights of a dtype 
 
 from pallas_kernels.matmul.choice import LayoutChoice, preferred
 from pallas_kernels.matmul.fused import Norm, linear, rms_norm
-from pallas_kernels.matmul.layouts import FloatWeight, Layout, matmul, register, take_rows
+from pallas_kernels.matmul.layouts import FloatWeight, Largest, Layout, fused_argmax, matmul, register, take_rows
 from pallas_kernels.matmul.packed import Grouped4, Grouped8, PackedBf16, pack_floats, pack_quantised
 from pallas_kernels.matmul.packing import QuantisedRows
 
@@ -14,11 +15,13 @@ __all__ = [
     "FloatWeight",
     "Grouped4",
     "Grouped8",
+    "Largest",
     "Layout",
     "LayoutChoice",
     "Norm",
     "PackedBf16",
     "QuantisedRows",
+    "fused_argmax",
     "linear",
     "matmul",
     "pack_floats",

@@ -15,12 +15,21 @@ class Layout(NamedTuple):
 
     `matmul(x [tokens, in], weight)` gives [tokens, out] in float32; `take_rows(weight, ids [n])` gives [n, in] in the
     layout's own compute dtype. `linear`, where there is one, is a fused way to do what `linear.linear` describes; it
-    may give NotImplemented for what it can't do.
+    may give NotImplemented for what it can't do. `argmax`, where there is one, is that of `Largest` of a product.
     """
 
     matmul: Callable[[jax.Array, Any], jax.Array]
     take_rows: Callable[[Any, jax.Array], jax.Array]
     linear: Callable[..., Any] | None = None
+    argmax: Callable[[jax.Array, Any], "Largest"] | None = None
+
+
+class Largest(NamedTuple):
+    """The largest result of each row of a product, float32, NaN where any result of the row is, and the output that
+    has it, int32, the lowest of equals. Both [tokens]."""
+
+    output: jax.Array
+    value: jax.Array
 
 
 _LAYOUTS: dict[type, Layout] = {}
@@ -36,6 +45,11 @@ def register(kind: type, layout: Layout) -> None:
 def matmul(x: jax.Array, weight: Any, out_dtype: Any = None) -> jax.Array:
     """x [tokens, in] times weight [out, in]: [tokens, out], summed in float32, in `out_dtype` (x's by default)."""
     return find(weight).matmul(x, weight).astype(out_dtype or x.dtype)
+
+
+def fused_argmax(weight: Any) -> Callable[[jax.Array, Any], Largest] | None:
+    """What gives the `Largest` of x [tokens, in] times weight [out, in] without writing the product, if anything."""
+    return find(weight).argmax
 
 
 def take_rows(weight: Any, ids: jax.Array) -> jax.Array:

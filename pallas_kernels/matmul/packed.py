@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels import native
 from pallas_kernels.matmul import packing
 from pallas_kernels.matmul.fused import Norm
-from pallas_kernels.matmul.layouts import Layout, register
+from pallas_kernels.matmul.layouts import Largest, Layout, register
 from pallas_kernels.matmul.packing import QuantisedRows
 
 _as_tree = partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["num_out", "num_in"])
@@ -103,6 +103,12 @@ def _linear(
     return out.astype(out_dtype)
 
 
+def _argmax(x: jax.Array, weight: Packed) -> Largest:
+    native.load()
+    shapes = [jax.ShapeDtypeStruct(x.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32)]
+    return Largest(*jax.ffi.ffi_call("pagedjax_argmax", shapes)(_known(x), weight.data, **_sizes(weight)))
+
+
 def _take_rows(weight: Packed, ids: jax.Array) -> jax.Array:
     native.load()
     rows = jax.ShapeDtypeStruct((ids.shape[0], weight.num_in), jnp.float32)
@@ -126,4 +132,4 @@ def _known(x: jax.Array) -> jax.Array:
 
 
 for kind in _FORMATS:
-    register(kind, Layout(_linear, _take_rows, _linear))
+    register(kind, Layout(_linear, _take_rows, _linear, _argmax))

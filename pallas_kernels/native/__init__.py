@@ -24,7 +24,10 @@ from pallas_kernels.native.threads import usable_cpus
 
 LEVELS = ("plain", "avx2", "avx512", "avx512_bf16")  # the order of levels.h
 # FFI targets; the library's symbols have the same names
-TARGETS = ("pagedjax_linear", "pagedjax_take_rows", "pagedjax_ragged_attention")
+TARGETS = (
+    *("pagedjax_linear", "pagedjax_argmax", "pagedjax_take_rows"),
+    *("pagedjax_ragged_attention", "pagedjax_untouched"),
+)
 REBUILD = "`python -m pallas_kernels.native` builds it"
 
 

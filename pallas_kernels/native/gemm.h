@@ -35,6 +35,12 @@ struct FloatArray {
   bool is_bf16;
 };
 
+// The largest result of a row and the first output that has it; the value is NaN where any result is.
+struct Largest {
+  float value;
+  int32_t output;
+};
+
 struct Gemm {
   Format format;
   bool fine;   // groups of inputs that stand out are quantised finer
@@ -46,6 +52,8 @@ struct Gemm {
   const float* norm;  // [num_inputs], or null
   float eps;
   uint8_t* prepared;  // num_rows * prepared_bytes
+  // [num_rows] to which results are reduced, columns in ascending order, in place of being written; or null.
+  Largest* largest;
 };
 
 // One level's kernels.

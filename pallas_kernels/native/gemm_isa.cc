@@ -169,12 +169,31 @@ PAGEDJAX_INLINE Floats16 biased(const Gemm& g, const float* sums, int64_t output
   return g.bias.data == nullptr ? x : x + load_part(g.bias, output, count);
 }
 
+// Sums of outputs [output, output + count) into the row's largest.
+void keep_largest(Largest* kept, const float* sums, int64_t output, int64_t count) {
+  float some[kLanes];
+  for (int i = 0; i < kLanes; ++i) some[i] = i < count ? sums[i] : sums[0];
+  Floats16 x = load(count < kLanes ? some : sums);
+  float most = largest(x);
+  if (any_nan(x)) {
+    kept->value = __builtin_nanf("");
+  } else if (most > kept->value) {
+    int lane = 0;
+    while (sums[lane] != most) ++lane;
+    *kept = {most, (int32_t)(output + lane)};
+  }
+}
+
 // Results [column, column + 16 * blocks) of rows [row, row + num_rows) from their sums, and, where gated, those of `up`.
 void finish(const Gemm& g, int64_t row, int64_t num_rows, int64_t column, int blocks, const float* sums, const float* up) {
   for (int64_t r = 0; r < num_rows; ++r) {
     for (int c = 0; c < blocks; ++c, sums += kLanes, up += kLanes) {
       int64_t result = column + c * kBlockOutputs, count = g.num_results - result;
       if (count > kLanes) count = kLanes;
+      if (g.largest != nullptr) {
+        keep_largest(g.largest + row + r, sums, result, count);
+        continue;
+      }
       Floats16 x = biased(g, sums, result, count);
       if (g.gated) x = silu(x) * biased(g, up, g.num_results + result, count);
       int64_t index = (row + r) * g.num_results + result;

@@ -46,6 +46,7 @@ PAGEDJAX_INLINE Floats16 min(Floats16 a, Floats16 b) { return {_mm512_min_ps(a.v
 PAGEDJAX_INLINE Floats16 abs(Floats16 a) { return {_mm512_abs_ps(a.v)}; }
 PAGEDJAX_INLINE float sum(Floats16 a) { return _mm512_reduce_add_ps(a.v); }
 PAGEDJAX_INLINE float largest(Floats16 a) { return _mm512_reduce_max_ps(a.v); }
+PAGEDJAX_INLINE bool any_nan(Floats16 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
 
 PAGEDJAX_INLINE Ints16 set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 PAGEDJAX_INLINE Ints16 operator+(Ints16 a, Ints16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -141,6 +142,7 @@ PAGEDJAX_INLINE float largest(Floats16 a) {
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+PAGEDJAX_INLINE bool any_nan(Floats16 a) { return _mm256_movemask_ps(_mm256_cmp_ps(a.lo, a.hi, _CMP_UNORD_Q)) != 0; }
 
 PAGEDJAX_INLINE Ints16 set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 PAGEDJAX_INLINE Ints16 operator+(Ints16 a, Ints16 b) {
@@ -257,6 +259,12 @@ PAGEDJAX_INLINE float largest(Floats16 a) {
   float most = a.v[0];
   for (float x : a.v) most = x > most ? x : most;
   return most;
+}
+
+PAGEDJAX_INLINE bool any_nan(Floats16 a) {
+  bool found = false;
+  for (float x : a.v) found |= x != x;
+  return found;
 }
 
 PAGEDJAX_INLINE Ints16 set1_int(int32_t x) { PAGEDJAX_EACH(Ints16, x); }

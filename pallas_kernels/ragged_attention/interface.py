@@ -30,8 +30,9 @@ class Ragged(NamedTuple):
 class AttentionBackend:
     """One way to run the op. The functions are module-level ones, so that backends compare and hash.
 
-    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, num_layers=1)` gives a zeroed cache; `dtype` is
-    the computing one or, where the backend can, "int8" or "float8_e4m3fn", quantised as `kv_blocks` tells.
+    `init_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, num_layers=1)` gives a cache whose numbers mean
+    nothing yet; `dtype` is the computing one or, where the backend can, "int8" or "float8_e4m3fn", quantised as
+    `kv_blocks` tells.
     `block_bytes(block_size, num_kv_heads, head_dim, dtype)` gives the bytes of one block of one layer, scales included.
     `attend(q, k, v, cache, ragged, *, scale, layer=0, window=None, softcap=None, sinks=None, max_q_len=None)` writes
     k, v [tokens, kv_heads, head_dim] at `ragged.slots` of that layer (an int or a traced int32), then attends causally

@@ -50,12 +50,14 @@ def _lacking(variant: AttentionVariant) -> str | None:
 def init_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, num_layers: int = 1
 ) -> KVBlocks:
-    """Zeroed K and V, [num_blocks, num_layers, kv_heads, numbers] each."""
-    k, v = (
-        jnp.zeros((num_blocks, num_layers, num_kv_heads, block_size * dim), STORED[jnp.dtype(dtype).name])
+    """K and V, [num_blocks, num_layers, kv_heads, numbers] each, of numbers that nobody has written yet: any at all."""
+    native.load()
+    stored = STORED[jnp.dtype(dtype).name]
+    shapes = [
+        jax.ShapeDtypeStruct((num_blocks, num_layers, num_kv_heads, block_size * dim), stored)
         for dim in padded(head_dim)
-    )
-    return KVBlocks(k, v)
+    ]
+    return KVBlocks(*jax.jit(jax.ffi.ffi_call("pagedjax_untouched", shapes))())
 
 
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: Any) -> int:

@@ -20,7 +20,9 @@ CHOICE = WeightChoice("int8", "it is asked for", MappingProxyType({}))
 def test_what_was_left_automatic_is_told_as_it_was_filled_in():
     config = resolve(EngineConfig(compilation_cache_dir="/tmp/x"), CONFIG, platform="cpu")
     weights = [PackedWeight(name, frozenset({"Q6_K"}), "8 bits", 1_000_000, 1.0, 40_000.0) for name in "ab"]
-    told = dict(pair.split("=") for pair in shlex.split(chosen(config, "xla", CHOICE, weights, 7)))
+    told = dict(
+        pair.split("=") for pair in shlex.split(chosen(config, "xla", CHOICE, weights, 7, weights_cache="read"))
+    )
     assert told == {
         "dtype": config.dtype,
         "max_model_len": str(CONFIG.max_position_embeddings),
@@ -31,6 +33,7 @@ def test_what_was_left_automatic_is_told_as_it_was_filled_in():
         "weights": "int8",
         "weights_reason": "it is asked for",
         "weights_packed": "2.0M Q6_K in 8 bits, error 0.50%",
+        "weights_cache": "read",
         "compilation_cache_dir": "/tmp/x",
     }
 

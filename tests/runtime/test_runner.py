@@ -10,6 +10,8 @@ import pytest
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import Row, StepPlan
 from pagedjax.models.stack import init_caches
+from pallas_kernels import native
+from pallas_kernels.matmul import pack_floats
 from pallas_kernels.ragged_attention import Ragged, xla
 from tests.runtime.tiny import CONFIG, POISON, SCHEDULER, generate, make_model, make_runner, params
 
@@ -129,6 +131,20 @@ def test_a_sequence_whose_logits_are_no_numbers_is_flagged_and_leaves_nothing_be
     assert ids(together)[:3] == ids(expected)[:3]
     # The blocks that it used serve others as before.
     assert ids(generate(runner, PROMPTS, params(temperature=0))) == ids(expected)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="no layout here finds the likeliest tokens by itself")
+def test_rows_that_want_the_likeliest_token_alone_get_it_without_logits():
+    runner = make_runner(pack=pack_floats)
+    runner.warm_up()
+    assert runner.programs.sizes("argmax") == list(runner.shapes.row_sizes)
+    prompts = [*PROMPTS[:3], [4, POISON, 8]]
+    by_logits = generate(runner, prompts, params(temperature=0, logprobs=0))
+    alone = generate(runner, prompts, params(temperature=0))
+    assert ids(alone) == ids(by_logits)
+    assert [one.faulty for one in alone] == [False, False, False, True]
+    beside = generate(runner, PROMPTS[:3], [params(temperature=0), params(temperature=0, logprobs=0), params(seed=1)])
+    assert ids(beside)[:2] == ids(alone)[:2]
 
 
 def test_nothing_compiles_after_warm_up(runner):

@@ -30,7 +30,8 @@ POISON = 300  # a token whose embedding is not a number
 _ids = count(1)
 
 
-def make_model(dtype=jnp.float32, backend=xla.BACKEND):
+def make_model(dtype=jnp.float32, backend=xla.BACKEND, *, pack=None):
+    """`pack`, if given, makes each product's weight of its values [out, in]."""
     rng = np.random.default_rng(0)
     shapes = {part.name: part.shape for sources in llama.parts(CONFIG).values() for part in sources}
 
@@ -40,12 +41,16 @@ def make_model(dtype=jnp.float32, backend=xla.BACKEND):
             values[POISON] = np.nan
         return values
 
-    return llama.LlamaForCausalLM.load(CONFIG, get, set(shapes), dtype=dtype, backend=backend)
+    def packed(parts, _):
+        return pack(np.concatenate([get(part.name) for part in parts]))
+
+    model = llama.LlamaForCausalLM
+    return model.load(CONFIG, get, set(shapes), dtype=dtype, backend=backend, pack=packed if pack else None)
 
 
-def make_runner(*, dtype=jnp.float32, cache_dtype=None, pools=None, backend=xla.BACKEND, **options):
+def make_runner(*, dtype=jnp.float32, cache_dtype=None, pools=None, backend=xla.BACKEND, pack=None, **options):
     runtime, made = RuntimeConfig(**options), {"backend": backend, "dtype": dtype, "cache_dtype": cache_dtype}
-    return Runner(make_model(dtype, backend), CONFIG, SCHEDULER, runtime, pools=pools or {}, **made)
+    return Runner(make_model(dtype, backend, pack=pack), CONFIG, SCHEDULER, runtime, pools=pools or {}, **made)
 
 
 class Done(NamedTuple):

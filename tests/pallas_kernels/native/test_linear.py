@@ -16,7 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import native
-from pallas_kernels.matmul import FloatWeight, Norm, linear, matmul, pack_floats, pack_quantised, packing, take_rows
+from pallas_kernels.matmul import (
+    FloatWeight,
+    Norm,
+    fused_argmax,
+    linear,
+    matmul,
+    pack_floats,
+    pack_quantised,
+    packing,
+    take_rows,
+)
 
 FORMATS = ("bf16", "nibbles", "bytes")
 ROWS = (1, 2, 3, 7, 8, 17, 64)
@@ -146,6 +156,51 @@ def test_rows_taken_from_a_packed_weight_are_its_values(level, kind):
     weight, values = make(kind, 100, 96)
     ids = np.array([0, 99, 15, 16, 42, 42])
     np.testing.assert_array_equal(jax.jit(take_rows)(weight, ids), values[ids].astype(np.float32))
+
+
+def argmax(x, weight):
+    return map(np.asarray, jax.jit(fused_argmax(weight))(x, weight))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 7, 64])
+def test_argmax_is_that_of_the_product(level, kind, num_rows):
+    for num_out, num_in in ((1, 32), *SHAPES, (1500, 64)):
+        weight, _ = make(kind, num_out, num_in)
+        x = make_x(num_rows, num_in)
+        product = np.asarray(jax.jit(partial(matmul, out_dtype=jnp.float32))(x, weight))
+        outputs, values = argmax(x, weight)
+        np.testing.assert_array_equal(outputs, product.argmax(-1))
+        np.testing.assert_array_equal(values, product.max(-1))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("equals", [(3, 4), (17, 35), (0, 901, 1499)])
+def test_of_equal_outputs_argmax_is_the_lowest(level, kind, equals):
+    floats = np.full((1500, 32), -0.5, np.float32)
+    floats[list(equals)] = 1
+    rows = {"nibbles": packing.quantise_nibbles, "bytes": packing.quantise_bytes}
+    weight = pack_floats(floats) if kind == "bf16" else pack_quantised([rows[kind](floats)])
+    outputs, _ = argmax(np.ones((9, 32), np.float32), weight)
+    assert outputs.tolist() == [equals[0]] * 9
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_argmax_of_what_is_not_finite_has_no_finite_value(level, kind, value):
+    weight, _ = make(kind, 1500, 64)
+    x = make_x(9, 64)
+    x[4, 37] = value
+    _, found = argmax(x, weight)
+    assert not np.isfinite(found[4])
+    assert np.isfinite(np.delete(found, 4)).all()
+
+
+def test_no_output_past_the_last_is_ever_the_largest(level):
+    """Those that fill the last block are zeros."""
+    outputs, values = argmax(np.ones((3, 32), np.float32), pack_floats(np.full((37, 32), -1, np.float32)))
+    assert outputs.tolist() == [0] * 3
+    assert values.tolist() == [-32] * 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
