@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint types native sanitize soak mosaic gpu-gate gpu-check vendor notebooks bench clean
+.PHONY: help serve chat test lint types native sanitize cross soak mosaic gpu-gate gpu-check vendor notebooks bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV   ?= .venv
@@ -59,6 +59,10 @@ native: $(BASE) ## compile the native kernels again, and say what fails
 sanitize: $(DEV) ## run the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
 	$(SAY) 'Running the native kernels under sanitizers'
 	@PYTHON=$(BIN)/python tests/pallas_kernels/native/sanitize.sh
+
+cross: $(DEV) ## compile the native kernels for Arm and run them emulated (needs g++-aarch64-linux-gnu and qemu-user)
+	$(SAY) 'Compiling the native kernels for Arm and running them'
+	@PYTHON=$(BIN)/python tests/pallas_kernels/native/cross.sh
 
 soak: $(DEV) ## check the scheduler's invariants over a million random events (ARGS="--events 1000")
 	$(SAY) 'Checking the scheduler'

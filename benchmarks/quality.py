@@ -32,11 +32,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "grouped_kv_int8": {"kv_cache_dtype": "int8"},
     "kv_int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
     "kv_fp8": {"dtype": "float32", "kv_cache_dtype": "fp8_e4m3"},
 }
 # Perplexity over float32's at most. The rest is only told.
-GATES = {"bfloat16": 1.01, "grouped": 1.01, "int8": 1.01, "kv_int8": 1.01, "kv_fp8": 1.01}
+GATES = dict.fromkeys(("bfloat16", "grouped", "int8", "grouped_kv_int8", "kv_int8", "kv_fp8"), 1.01)
 
 
 class Scores(NamedTuple):

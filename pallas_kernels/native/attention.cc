@@ -37,16 +37,26 @@ ffi::Error refuse(const std::string& why) { return ffi::Error::InvalidArgument("
 bool number_of(ffi::DataType type, Number* number) {
   switch (type) {
     case ffi::F32: *number = Number::float32; return true;
+    case ffi::BF16: *number = Number::bfloat16; return true;
+    case ffi::F16: *number = Number::float16; return true;
+    default: return false;
+  }
+}
+
+bool stored_as(ffi::DataType type, Stored* stored) {
+  switch (type) {
+    case ffi::F32: *stored = Stored::float32; return true;
     // The cache holds half precision as bits: unsigned ones of bfloat16, signed ones of float16.
-    case ffi::BF16: case ffi::U16: *number = Number::bfloat16; return true;
-    case ffi::F16: case ffi::S16: *number = Number::float16; return true;
+    case ffi::U16: *stored = Stored::bfloat16; return true;
+    case ffi::S16: *stored = Stored::float16; return true;
+    case ffi::S8: *stored = Stored::int8; return true;
     default: return false;
   }
 }
 
 int32_t round_up(int32_t x, int32_t unit) { return (x + unit - 1) / unit * unit; }
 
-CacheShape cache_shape(Number stored, ffi::AnyBuffer::Dimensions cache, int32_t block_size, int32_t head_dim) {
+CacheShape cache_shape(Stored stored, ffi::AnyBuffer::Dimensions cache, int32_t block_size, int32_t head_dim) {
   CacheShape shape{};
   shape.stored = stored;
   shape.num_blocks = static_cast<int32_t>(cache[0]);
@@ -115,17 +125,39 @@ void write(const AttentionCall& call) {
   parallel_ranges(call.num_tokens, 2, 8, [&](int64_t begin, int64_t end) { write_kv(call, begin, end); });
 }
 
-ffi::Error ragged_attention(ffi::AnyBuffer qkv, Floats cos, Floats sin, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, Ints block_tables, Ints q_starts, Ints kv_lens, Ints slots,
-                            Ints layer, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k,
-                            ffi::Result<ffi::AnyBuffer> new_v, int32_t block_size, float scale) {
+// The scales of an int8 cache, which are the last arguments and results, updated in place.
+bool read_scales(const CacheShape& cache, const ffi::RemainingArgs& given, const ffi::RemainingRets& updated,
+                 AttentionCall* call) {
+  if (cache.stored != Stored::int8) return given.size() == 0 && updated.size() == 0;
+  const size_t count = static_cast<size_t>(cache.num_blocks) * cache.num_layers * cache.num_kv_heads * cache.block_size;
+  float** const scales[2] = {&call->k_scales, &call->v_scales};
+  if (given.size() != 2 || updated.size() != 2) return false;
+  for (int i = 0; i < 2; ++i) {
+    const auto from = given.get<Floats>(i);
+    const auto to = updated.get<Floats>(i);
+    if (!from.has_value() || !to.has_value() || from->typed_data() != (*to)->typed_data()) return false;
+    if ((*to)->element_count() != count) return false;
+    *scales[i] = (*to)->typed_data();
+  }
+  return true;
+}
+
+ffi::Error ragged_attention(ffi::AnyBuffer qkv, Floats cos, Floats sin, Ints block_tables, Ints q_starts, Ints kv_lens,
+                            Ints slots, Ints layer, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
+                            ffi::RemainingArgs scales, ffi::Result<ffi::AnyBuffer> out,
+                            ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v,
+                            ffi::RemainingRets new_scales, int32_t block_size, float scale) {
   if (k_cache.untyped_data() != new_k->untyped_data() || v_cache.untyped_data() != new_v->untyped_data())
     return refuse("the cache must be updated in place, but XLA gave the new one memory of its own");
-  Number given, stored;
-  if (!number_of(qkv.element_type(), &given) || !number_of(k_cache.element_type(), &stored))
-    return refuse("numbers must be float32, bfloat16 or float16");
+  Number given;
+  Stored stored;
+  if (!number_of(qkv.element_type(), &given)) return refuse("numbers must be float32, bfloat16 or float16");
+  if (!stored_as(k_cache.element_type(), &stored)) return refuse("the cache has a type that it cannot have");
   const auto shape = qkv.dimensions();
   AttentionCall call{};
   call.cache = cache_shape(stored, k_cache.dimensions(), block_size, static_cast<int32_t>(shape[2]));
+  if (!read_scales(call.cache, scales, new_scales, &call))
+    return refuse("an int8 cache, and no other, has scales of its tokens, updated in place");
   call.layer = *layer.typed_data();
   call.num_tokens = static_cast<int32_t>(shape[0]);
   call.num_heads = static_cast<int32_t>(shape[1]) - 2 * call.cache.num_kv_heads;
@@ -176,15 +208,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_ragged_attention, pagedjax::ragged_attent
                                   .Arg<Any>()               // q, k and v
                                   .Arg<pagedjax::Floats>()  // cosines
                                   .Arg<pagedjax::Floats>()  // sines
-                                  .Arg<Any>()             // K of the cache
-                                  .Arg<Any>()             // V of the cache
-                                  .Arg<pagedjax::Ints>()  // block_tables
-                                  .Arg<pagedjax::Ints>()  // q_starts
-                                  .Arg<pagedjax::Ints>()  // kv_lens
-                                  .Arg<pagedjax::Ints>()  // slots
-                                  .Arg<pagedjax::Ints>()  // layer
-                                  .Ret<Any>()             // out
-                                  .Ret<Any>()             // K of the cache
-                                  .Ret<Any>()             // V of the cache
+                                  .Arg<pagedjax::Ints>()    // block_tables
+                                  .Arg<pagedjax::Ints>()    // q_starts
+                                  .Arg<pagedjax::Ints>()    // kv_lens
+                                  .Arg<pagedjax::Ints>()    // slots
+                                  .Arg<pagedjax::Ints>()    // layer
+                                  .Arg<Any>()               // K of the cache
+                                  .Arg<Any>()               // V of the cache
+                                  .RemainingArgs()          // scales of K and V, where int8
+                                  .Ret<Any>()               // out
+                                  .Ret<Any>()               // K of the cache
+                                  .Ret<Any>()               // V of the cache
+                                  .RemainingRets()          // scales of K and V
                                   .Attr<int32_t>("block_size")
                                   .Attr<float>("scale"));

@@ -15,7 +15,8 @@
 // Layout: a block is [layers, kv_heads, its tokens], in tiles of `tile_tokens` tokens. K of a tile is
 // [k_dim / pack][tile_tokens][pack], so that a vector holds one or two dimensions of 16 tokens and scores need no sum
 // across lanes; V of a tile is [tile_tokens / pack][v_dim][pack]. `pack` is 2 for bfloat16 (vdpbf16ps multiplies pairs),
-// else 1. The layout does not depend on the level.
+// else 1. The layout does not depend on the level. int8 is laid out as bfloat16 is, with a scale a token and KV head for K and
+// one for V, float32, [layers, kv_heads, its tokens] in arrays of their own: K's multiply scores, V's weights.
 //
 // Bytes: a decode row reads its context once, a prefill tile of about 48 queries the context below it once.
 #pragma once
@@ -27,8 +28,10 @@
 
 namespace pagedjax {
 
+enum class Stored : int32_t { float32, bfloat16, float16, int8 };
+
 struct CacheShape {
-  Number stored;
+  Stored stored;
   int32_t num_blocks, num_layers, num_kv_heads, block_size, head_dim;
   int32_t k_dim, v_dim;  // head_dim rounded up to whole pairs, and to whole vectors
   int32_t tile_tokens;   // 16, or 8 where blocks do not divide into 16
@@ -44,6 +47,7 @@ struct AttentionCall {
   const float *cos, *sin;   // [tokens, head_dim / 2] by which q and k are turned, or null
   void* out;                // [tokens, heads, head_dim]
   char *k_cache, *v_cache;  // [num_blocks, num_layers, kv_heads, bytes]
+  float *k_scales, *v_scales;  // [num_blocks, num_layers, kv_heads, block_size] where the cache is int8, else null
   const int32_t* slots;     // [tokens]
   const int32_t* seen;      // [tokens] cached tokens that each attends to, itself included; 0 for padding
   float* states;            // where items leave states for others
@@ -88,7 +92,7 @@ struct AttentionItem {
 // What attention_isa.cc offers, by `CacheShape::stored`. `next` is what this thread will likely do next, or null: its
 // first blocks are fetched early. `scratch` has attention_scratch_bytes and lies on a cache line.
 struct AttentionKernels {
-  void (*attend[3])(const AttentionCall&, const AttentionItem&, const AttentionItem* next, char* scratch);
+  void (*attend[4])(const AttentionCall&, const AttentionItem&, const AttentionItem* next, char* scratch);
 };
 
 size_t attention_scratch_bytes(const CacheShape& cache, int32_t num_queries);

@@ -61,7 +61,7 @@ void pass(const Passes<T>& p, int first, const int* seen, float* states) {
   over_columns<kMaxColumns>(0, columns, Score<T, M>{p, p.queries + first * kQueryStride});
   float peaks[M], totals[M];
   for (int m = 0; m < M; ++m)
-    soften<T>(p.scores + m * kScoreStride, seen[m], columns * kLanes, p.weights + m * kScoreStride, &peaks[m], &totals[m]);
+    soften<T>(p.piece, p.scores + m * kScoreStride, seen[m], columns * kLanes, p.weights + m * kScoreStride, &peaks[m], &totals[m]);
   if (T::kPack == 2 && most % 2) {
     const int tile = most / p.piece.tile_tokens, row = most % p.piece.tile_tokens / 2;
     const auto* pairs = p.piece.tiles[p.piece.num_tiles + tile] + row * 2 * v_dim;
@@ -146,15 +146,19 @@ void fold_before(const AttentionCall& call, const AttentionItem& item, int index
     fold(states, before, before[v_dim], before[v_dim + 1], v_dim);
 }
 
-template <class T>
-const typename T::Stored* tile_at(const AttentionCall& call, const AttentionItem& item, const char* cache, int dim,
-                                  int tile) {
+// The first token of a tile, counted over the whole cache, its heads apart.
+int64_t token_at(const AttentionCall& call, const AttentionItem& item, int tile) {
   const CacheShape& c = call.cache;
   const int per_block = c.block_size / c.tile_tokens;
   const int64_t block = item.table[tile / per_block];
   const int64_t head = (block * c.num_layers + call.layer) * c.num_kv_heads + item.kv_head;
-  return reinterpret_cast<const typename T::Stored*>(cache) +
-         (head * c.block_size + tile % per_block * c.tile_tokens) * dim;
+  return head * c.block_size + tile % per_block * c.tile_tokens;
+}
+
+template <class T>
+const typename T::Stored* tile_at(const AttentionCall& call, const AttentionItem& item, const char* cache, int dim,
+                                  int tile) {
+  return reinterpret_cast<const typename T::Stored*>(cache) + token_at(call, item, tile) * dim;
 }
 
 // The tiles of piece `index` up to `seen` of its tokens, and the first ones of what comes next.
@@ -168,6 +172,11 @@ void find_tiles(const AttentionCall& call, const AttentionItem& item, const Atte
   for (int t = 0; t < count; ++t) {
     piece->tiles[t] = tile_at<T>(call, item, call.k_cache, c.k_dim, index * per_piece + t);
     piece->tiles[count + t] = tile_at<T>(call, item, call.v_cache, c.v_dim, index * per_piece + t);
+    if constexpr (T::kScaled) {
+      const int64_t token = token_at(call, item, index * per_piece + t);
+      fetch(piece->k_scales[t] = call.k_scales + token);
+      fetch(piece->v_scales[t] = call.v_scales + token);
+    }
   }
   // Whatever comes next has a first tile; what lies behind it in the block may be unused, but is there.
   const bool goes_on = index + 1 < item.end_piece;
@@ -228,7 +237,7 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {{attend<Float32>, attend<BFloat16>, attend<Float16>}};
+const AttentionKernels attention_kernels = {{attend<Float32>, attend<BFloat16>, attend<Float16>, attend<Int8>}};
 
 }  // namespace PAGEDJAX_LEVEL
 }  // namespace pagedjax

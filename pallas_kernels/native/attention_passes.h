@@ -24,10 +24,12 @@ constexpr int kQueryStride = 256 + 16, kScoreStride = 128 + 16;
 // --- how numbers are stored, and multiplied ---------------------------------------------------------------------------
 
 // `Stored` lies in the cache, `kPack` numbers of a dot product side by side; `Operand` is the other side of a product.
+// Where `kScaled`, each token has scales of its own.
 struct Float32 {
   using Stored = float;
   using Operand = float;
   static constexpr int kPack = 1;
+  static constexpr bool kScaled = false;
   using Row = F;
   using Column = F;
   static Row row(const float* p) { return every(*p); }
@@ -40,6 +42,7 @@ struct Float16 {
   using Stored = uint16_t;
   using Operand = float;
   static constexpr int kPack = 1;
+  static constexpr bool kScaled = false;
   using Row = F;
   using Column = F;
   static Row row(const float* p) { return every(*p); }
@@ -54,6 +57,7 @@ struct BFloat16 {
   using Stored = uint16_t;
   using Operand = uint16_t;
   static constexpr int kPack = 2;
+  static constexpr bool kScaled = false;
   using Row = __m512bh;
   using Column = __m512bh;
   static Row row(const uint16_t* p) {
@@ -66,12 +70,24 @@ struct BFloat16 {
   static uint16_t operand(float x) { return to_bfloat16(x); }
 };
 
+// Multiplied as bfloat16, which holds whole numbers of 8 bits exactly.
+struct Int8 : BFloat16 {
+  using Stored = int8_t;
+  static constexpr bool kScaled = true;
+  static Column column(const int8_t* p) {
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + kLanes))));
+    return _mm512_cvtne2ps_pbh(high, low);
+  }
+};
+
 #else
 
 struct BFloat16 {
   using Stored = uint16_t;
   using Operand = float;
   static constexpr int kPack = 2;
+  static constexpr bool kScaled = false;
   struct Row {
     F first, second;
   };
@@ -82,6 +98,12 @@ struct BFloat16 {
     return multiply_add(a.second, b.second, multiply_add(a.first, b.first, sum));
   }
   static float operand(float x) { return x; }
+};
+
+struct Int8 : BFloat16 {
+  using Stored = int8_t;
+  static constexpr bool kScaled = true;
+  static Column column(const int8_t* p) { return {firsts(p), seconds(p)}; }
 };
 
 #endif
@@ -108,6 +130,7 @@ struct Piece {
   int num_tiles, tile_tokens, k_dim, v_dim, head_dim;
   // Tiles in the order of use: K's, V's, and what comes after, to be fetched.
   const typename T::Stored* tiles[2 * kMaxPieceTiles + kAhead];
+  const float *k_scales[kMaxPieceTiles], *v_scales[kMaxPieceTiles];  // where scaled
 };
 
 // Scores of M queries against N vectors of tokens from `first_column` on.
@@ -136,9 +159,12 @@ void score(const Piece<T>& piece, const typename T::Operand* queries, int first_
       for (int n = 0; n < N; ++n) sums[m][n] = T::add(sums[m][n], a, b[n]);
     }
   }
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n)
-      store(scores + m * kScoreStride + (first_column + n) * kLanes, sums[m][n] * every(factor));
+  for (int n = 0; n < N; ++n) {
+    F factors = every(factor);
+    if constexpr (T::kScaled)
+      factors = factors * load(piece.k_scales[(first_column + n) / per_tile] + (first_column + n) % per_tile * kLanes);
+    for (int m = 0; m < M; ++m) store(scores + m * kScoreStride + (first_column + n) * kLanes, sums[m][n] * factors);
+  }
 }
 
 // Output of M queries in N vectors of dimensions from `first_column` on: the weights of `seen` tokens times V. Where
@@ -184,9 +210,17 @@ void over_columns(int first, int count, const Fn& fn) {
 
 // --- softmax ----------------------------------------------------------------------------------------------------------
 
+// The weights of tokens from `token` on as V is multiplied by them.
+template <class T>
+F scaled_weights(const Piece<T>& piece, F weights, int token) {
+  if constexpr (!T::kScaled) return weights;
+  return weights * load(piece.v_scales[token / piece.tile_tokens] + token % piece.tile_tokens);
+}
+
 // Weights of the first `seen` scores relative to their peak, zeros after them up to `padded`.
 template <class T>
-void soften(const float* scores, int seen, int padded, typename T::Operand* weights, float* peak, float* total) {
+void soften(const Piece<T>& piece, const float* scores, int seen, int padded, typename T::Operand* weights, float* peak,
+            float* total) {
   const int whole = seen / kLanes * kLanes, rest = seen - whole;
   F most = every(kMasked);
   for (int i = 0; i < whole; i += kLanes) most = larger(most, load(scores + i));
@@ -196,13 +230,17 @@ void soften(const float* scores, int seen, int padded, typename T::Operand* weig
   for (int i = 0; i < whole; i += kLanes) {
     const F weight = power_of_two(load(scores + i) - every(*peak));
     sums = sums + weight;
-    put(weights + i, weight);
+    put(weights + i, scaled_weights(piece, weight, i));
   }
   for (int i = whole; i < padded; i += kLanes) {
-    F weight = every(0.0f);
-    if (i < seen) weight = first_lanes(power_of_two(load(scores + i) - every(*peak)), rest, weight);
+    const F zero = every(0.0f);
+    F weight = zero, scaled = zero;
+    if (i < seen) {
+      weight = first_lanes(power_of_two(load(scores + i) - every(*peak)), rest, zero);
+      scaled = first_lanes(scaled_weights(piece, weight, i), rest, zero);  // the scales of unseen tokens may be NaN
+    }
     sums = sums + weight;
-    put(weights + i, weight);
+    put(weights + i, scaled);
   }
   *total = sum(sums);
 }

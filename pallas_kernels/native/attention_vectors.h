@@ -42,6 +42,12 @@ inline F firsts(const uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi3
 inline F seconds(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-65536)));
 }
+// Of pairs of whole numbers in bytes.
+inline __m512i words(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline F firsts(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words(p), 16), 16)); }
+inline F seconds(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_srai_epi32(words(p), 16)); }
 
 #elif defined(__AVX2__)
 
@@ -83,6 +89,11 @@ inline F seconds(const uint16_t* p) {
   __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
 }
+inline __m256i words(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline F firsts(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words(p), 16), 16)); }
+inline F seconds(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(words(p), 16)); }
 
 #else
 
@@ -135,6 +146,8 @@ inline F from_pairs(const uint16_t* p, uint32_t mask, int shift) {
 }
 inline F firsts(const uint16_t* p) { return from_pairs(p, 0x0000ffff, 16); }
 inline F seconds(const uint16_t* p) { return from_pairs(p, 0xffff0000, 0); }
+inline F firsts(const int8_t* p) { return F{(float)p[0], (float)p[2], (float)p[4], (float)p[6]}; }
+inline F seconds(const int8_t* p) { return firsts(p + 1); }
 
 #endif
 

@@ -1,6 +1,11 @@
 // K and V of the step's tokens into the cache: see attention.h for the layout.
 #include "attention.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
 namespace pagedjax {
 namespace {
 
@@ -25,14 +30,41 @@ struct Float16 {
   static constexpr int kPack = 1;
 };
 
+struct Int8 {
+  using Bits = int8_t;
+  static int8_t put(float x) { return static_cast<int8_t>(x); }
+  static constexpr int kPack = 2;
+};
+
 constexpr int32_t kMaxHeadDim = 256;
+
+// Turns `count` numbers into whole ones of -127 to 127 and gives their unit, as kv_blocks.py says; NaN for what is not
+// finite, which so stays no number.
+float quantise(float* x, int32_t count) {
+  float peak = 0.0f;
+  bool is_finite = true;
+  for (int32_t i = 0; i < count; ++i) {
+    const float size = std::fabs(x[i]);
+    is_finite &= size <= std::numeric_limits<float>::max();
+    peak = size > peak ? size : peak;
+  }
+  if (!is_finite) {
+    std::fill(x, x + count, 0.0f);
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  const float unit = peak * static_cast<float>(1.0 / 127.0), inverse = 1.0f / (unit == 0.0f ? 1.0f : unit);
+  // Adding 1.5 * 2^23 leaves no bits behind the point.
+  constexpr float kRounder = 12582912.0f;
+  for (int32_t i = 0; i < count; ++i) x[i] = std::max(-127.0f, std::min(127.0f, x[i] * inverse + kRounder - kRounder));
+  return unit;
+}
 
 // Where dimensions of one token lie: groups of `pack` of them `stride` apart (K), or each `stride` apart (V). `from` has
 // zeros up to the padded dimension, which are written too: what lies there is multiplied by zero, and may not be NaN.
-template <class Stored, int pack>
-void write_head(const float* from, int32_t padded_dim, int64_t stride, typename Stored::Bits* to) {
+template <class As, int pack>
+void write_head(const float* from, int32_t padded_dim, int64_t stride, typename As::Bits* to) {
   for (int32_t d = 0; d < padded_dim; d += pack, to += stride)
-    for (int32_t i = 0; i < pack; ++i) to[i] = Stored::put(from[d + i]);
+    for (int32_t i = 0; i < pack; ++i) to[i] = As::put(from[d + i]);
 }
 
 template <class Given>
@@ -41,12 +73,12 @@ void take_head(const AttentionCall& call, int64_t token, int32_t head, float* to
   for (int32_t d = 0; d < call.cache.head_dim; ++d) to[d] = Given::get(from[d]);
 }
 
-template <class Given, class Stored>
+template <class Given, class As>
 void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
   const CacheShape& c = call.cache;
-  constexpr int pack = Stored::kPack;
-  auto* k_cache = reinterpret_cast<typename Stored::Bits*>(call.k_cache);
-  auto* v_cache = reinterpret_cast<typename Stored::Bits*>(call.v_cache);
+  constexpr int pack = As::kPack;
+  auto* k_cache = reinterpret_cast<typename As::Bits*>(call.k_cache);
+  auto* v_cache = reinterpret_cast<typename As::Bits*>(call.v_cache);
   float k[kMaxHeadDim] = {}, v[kMaxHeadDim] = {};
   for (int64_t token = begin; token < end; ++token) {
     if (call.slots[token] < 0) continue;
@@ -57,10 +89,14 @@ void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
       take_head<Given>(call, token, call.num_heads + h, k);
       take_head<Given>(call, token, call.num_heads + c.num_kv_heads + h, v);
       if (call.cos != nullptr) turn(call, token, k);
+      if constexpr (std::is_same_v<As, Int8>) {
+        call.k_scales[head * c.block_size + offset] = quantise(k, c.head_dim);
+        call.v_scales[head * c.block_size + offset] = quantise(v, c.head_dim);
+      }
       auto* k_at = k_cache + (head * c.block_size + tile * c.tile_tokens) * c.k_dim + lane * pack;
       auto* v_at = v_cache + (head * c.block_size + offset / pack * pack) * c.v_dim + offset % pack;
-      write_head<Stored, pack>(k, c.k_dim, c.tile_tokens * pack, k_at);
-      write_head<Stored, 1>(v, c.v_dim, pack, v_at);
+      write_head<As, pack>(k, c.k_dim, c.tile_tokens * pack, k_at);
+      write_head<As, 1>(v, c.v_dim, pack, v_at);
     }
   }
 }
@@ -68,9 +104,10 @@ void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
 template <class Given>
 void write_as_stored(const AttentionCall& call, int64_t begin, int64_t end) {
   switch (call.cache.stored) {
-    case Number::float32: return write_tokens<Given, Float32>(call, begin, end);
-    case Number::bfloat16: return write_tokens<Given, BFloat16>(call, begin, end);
-    case Number::float16: return write_tokens<Given, Float16>(call, begin, end);
+    case Stored::float32: return write_tokens<Given, Float32>(call, begin, end);
+    case Stored::bfloat16: return write_tokens<Given, BFloat16>(call, begin, end);
+    case Stored::float16: return write_tokens<Given, Float16>(call, begin, end);
+    case Stored::int8: return write_tokens<Given, Int8>(call, begin, end);
   }
 }
 

@@ -7,10 +7,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error untouched(ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+ffi::Error untouched(ffi::RemainingRets) { return ffi::Error::Success(); }
 
 }  // namespace
 }  // namespace pagedjax
 
 PAGEDJAX_HANDLER(pagedjax_untouched, pagedjax::untouched,
-                 xla::ffi::Ffi::Bind().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>());
+                 xla::ffi::Ffi::Bind().RemainingRets());

@@ -86,12 +86,13 @@ def run(
 
 def laid_out(backend: AttentionBackend, plain: np.ndarray, kv_dtype: str | None = None) -> KVBlocks:
     """K and V [2, num_blocks, num_layers, block_size, kv_heads, head_dim] as the backend lays them out."""
-    if backend.name == "native":
-        return jax.tree.map(jnp.asarray, to_native(*plain))
     leaves = list(plain)
     if kv_dtype is not None:
         values, scales = zip(*(quantised(x, kv_dtype) for x in plain))
         leaves = [*values, *scales]
+    if backend.name == "native":
+        k, v, *scales = *to_native(*leaves[:2])[:2], *(scale.swapaxes(2, 3) for scale in leaves[2:])
+        return KVBlocks(*map(jnp.asarray, (k, v, *scales)))
     empty = backend.init_cache(plain.shape[1], *plain.shape[3:], kv_dtype or plain.dtype, num_layers=plain.shape[2])
     if backend.name != "xla":  # heads before the tokens of a block
         leaves = [x.swapaxes(2, 3) for x in leaves]
@@ -104,7 +105,11 @@ def read_back(
 ) -> tuple[np.ndarray, ...]:
     """K and V of a cache as `plain` is laid out; float32 where quantised."""
     if backend.name == "native":
-        return from_native(cache, plain.shape[1:], plain.dtype)
+        values = from_native(cache, plain.shape[1:], plain.dtype if kv_dtype is None else np.dtype(kv_dtype))
+        if kv_dtype is None:
+            return values
+        scales = (np.asarray(scale).swapaxes(2, 3)[..., None] for scale in cache[2:])
+        return tuple(x.astype(np.float32) * scale for x, scale in zip(values, scales))
     shape, leaves = plain.shape[1:], [np.asarray(leaf) for leaf in cache if leaf is not None]
     shapes = [shape, shape, shape[:-1], shape[:-1]]
     if backend.name == "xla":

@@ -41,7 +41,7 @@ def test_native_code_refuses_shapes_it_cannot_take_and_xla_takes_over(change, dt
     [
         (AttentionVariant(window=True), "no sliding window"),
         (AttentionVariant(softcap=True, sinks=True), "no soft-cap, no attention sinks"),
-        (AttentionVariant(kv_dtype="int8"), "no cache in int8"),
+        (AttentionVariant(kv_dtype="float8_e4m3fn"), "no cache in float8_e4m3fn"),
     ],
 )
 def test_native_code_refuses_variants_it_lacks_and_xla_takes_over(variant, reason):

@@ -6,10 +6,10 @@ from pallas_kernels.ragged_attention import KVBlocks, native
 
 
 def to_native(k: np.ndarray, v: np.ndarray) -> KVBlocks:
-    """Padding is NaN where V's lies; the backend writes K's itself, so a cached token has zeros there."""
+    """Padding is NaN where V's lies, or any byte; the backend writes K's itself, so a cached token has zeros there."""
     block_size, pack = k.shape[2], pack_of(k.dtype)
     k_dim, v_dim = native.padded(k.shape[-1])
-    k, v = widened(k, k_dim, 0), widened(v, v_dim, np.nan)
+    k, v = widened(k, k_dim, 0), widened(v, v_dim, 99 if v.dtype == np.int8 else np.nan)
     tile = 16 if block_size % 16 == 0 else 8
     tiled = (*k.shape[:2], block_size // tile, tile, k.shape[3], k_dim // pack, pack)
     k = k.reshape(tiled).transpose(0, 1, 4, 2, 5, 3, 6).reshape(*k.shape[:2], k.shape[3], -1)
@@ -33,7 +33,7 @@ def from_native(cache: KVBlocks, shape: tuple[int, ...], dtype: np.dtype) -> tup
 
 
 def pack_of(dtype: np.dtype) -> int:
-    return 2 if dtype.name == "bfloat16" else 1
+    return 2 if dtype.name in ("bfloat16", "int8") else 1
 
 
 def widened(x: np.ndarray, dim: int, fill: float) -> np.ndarray:

@@ -19,17 +19,25 @@ if [ "$(uname -m)" = x86_64 ]; then
 fi
 have=()
 for level in "${levels[@]}"; do
-  "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/gemm_isa.cc" -o "$work/gemm-$level.o"
-  "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/peak_isa.cc" -o "$work/peak-$level.o"
+  for kernel in gemm peak attention; do
+    "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/${kernel}_isa.cc" -o "$work/$kernel-$level.o"
+  done
   [ "$level" = plain ] || have+=("-DPAGEDJAX_HAS_${level^^}")
 done
 
-# `best_level` is in library.cc, which needs the headers inside jaxlib; the driver brings a `current_level` of its own.
+# `best_level` is in library.cc, and what attention's scratch takes in attention.cc, which need the headers inside jaxlib;
+# the drivers bring a `current_level` of their own.
 headers=$(${PYTHON:-.venv/bin/python} -c 'from pallas_kernels.native import build; print(build.headers())')
 "$cxx" "${address[@]}" "${have[@]}" '-DPAGEDJAX_SOURCE_HASH=""' -isystem "$headers" -Dcurrent_level=library_level \
   -c "$native/library.cc" -o "$work/library.o"
-"$cxx" "${address[@]}" "${have[@]}" "$drivers/gemm_driver.cc" "$native/pool.cc" "$work"/*.o -o "$work/gemm"
+"$cxx" "${address[@]}" "${have[@]}" "$drivers/gemm_driver.cc" "$native/pool.cc" "$work"/{gemm,peak}-*.o "$work/library.o" \
+  -o "$work/gemm"
 "$work/gemm"
+
+"$cxx" "${address[@]}" "${have[@]}" -isystem "$headers" -c "$native/attention.cc" -o "$work/attention_handler.o"
+"$cxx" "${address[@]}" "${have[@]}" "$drivers/attention_driver.cc" "$native"/attention_{plan,write}.cc "$native/pool.cc" \
+  "$work"/{attention,peak}-*.o "$work"/{attention_handler,library}.o -o "$work/attention"
+"$work/attention"
 
 "$cxx" "${address[@]}" "$drivers/pool_driver.cc" "$native/pool.cc" -o "$work/pool"
 "$work/pool" 4
