@@ -100,10 +100,12 @@ async def complete(client, prompt):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_with_many_logprobs_is_rendered_beside_the_loop(client, monkeypatch, stream):
     found = []
-    from serving import openai
+    from serving import completion_rendering
 
-    original = openai.completion_logprobs
-    monkeypatch.setattr(openai, "completion_logprobs", lambda *a, **k: found.append(thread_name()) or original(*a, **k))
+    original = completion_rendering.completion_logprobs
+    monkeypatch.setattr(
+        completion_rendering, "completion_logprobs", lambda *a, **k: found.append(thread_name()) or original(*a, **k)
+    )
     fields = {"echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
     for prompt in ("a" * 100, "a"):
         found.clear()
