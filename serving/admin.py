@@ -9,9 +9,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import ConfigError, RequestError
-from serving import errors, fields
+from serving import errors
+from serving.access.guard import admin_only
 from serving.errors import json_response
-from serving.guard import admin_only
+from serving.requests import fields
 from serving.service import service_of
 
 log = logging.getLogger(__name__)

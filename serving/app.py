@@ -12,15 +12,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedjax.core.errors import RequestError
-from serving import admin, asking, errors, generating, history, openapi
+from serving import admin, asking, errors, generating
+from serving.access.guard import Guard
+from serving.access.keys import KeySource
 from serving.edge import Edge
 from serving.errors import json_response
-from serving.guard import Guard
 from serving.interfaces import Engine
-from serving.keys import KeySource
 from serving.options import ApiOptions
+from serving.requests import openapi
 from serving.service import Service
-from serving.tracing import Spans
+from serving.telemetry import history
+from serving.telemetry.tracing import Spans
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

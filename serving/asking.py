@@ -10,11 +10,12 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from pagedjax.core.structure import MAX_GRAMMAR_BYTES
 from pagedjax.engine.outputs import EngineError
-from serving import dashboard, tools
+from serving.access.guard import operators_only
 from serving.errors import json_response
-from serving.guard import operators_only
-from serving.inputs import MAX_PROMPTS
+from serving.requests.inputs import MAX_PROMPTS
 from serving.service import Service, service_of
+from serving.telemetry import dashboard
+from serving.tools import tools
 
 
 async def models(request: Request) -> Response:

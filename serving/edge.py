@@ -11,9 +11,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.core.errors import RequestError
-from serving import access_log, errors
-from serving.access_log import AccessLogForm
-from serving.metrics import METHODS, HttpMetrics
+from serving import errors
+from serving.telemetry import access_log
+from serving.telemetry.access_log import AccessLogForm
+from serving.telemetry.metrics import METHODS, HttpMetrics
 
 log = logging.getLogger(__name__)
 

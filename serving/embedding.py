@@ -9,10 +9,10 @@ import numpy as np
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import fields, request_fields, schemas
-from serving.fields import Check, known_fields, record, required, string
-from serving.inputs import ModelFacts, Prompt, read_prompts
-from serving.openai import Choice, Head
+from serving.answers.openai import Choice, Head
+from serving.requests import fields, request_fields, schemas
+from serving.requests.fields import Check, known_fields, record, required, string
+from serving.requests.inputs import ModelFacts, Prompt, read_prompts
 
 if TYPE_CHECKING:
     from serving.interfaces import Delta

@@ -8,19 +8,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedjax.core.errors import RequestError
-from serving import errors, tokenizing, tool_prompt
+from serving import errors, tokenizing
 from serving.active import Active
-from serving.chat_rendering import ChatRendering
-from serving.completion_rendering import CompletionRendering
+from serving.answers.chat_rendering import ChatRendering
+from serving.answers.completion_rendering import CompletionRendering
+from serving.answers.openai import Head, Rendering
+from serving.answers.responses import ResponseRendering
 from serving.embedding import EmbeddingCall, EmbeddingRendering, parse_embedding
 from serving.errors import json_response
 from serving.generation import Generation
-from serving.openai import Head, Rendering
-from serving.response_call import parse_response
-from serving.responses import ResponseRendering
-from serving.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
+from serving.requests.response_call import parse_response
+from serving.requests.schemas import ChatCall, CompletionCall, parse_chat, parse_completion
 from serving.service import Service, service_of
-from serving.tool_calls import ToolFormat
+from serving.tools import tool_prompt
+from serving.tools.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission

@@ -17,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import FinishReason
-from serving import errors, openai, sse
+from serving import errors
 from serving.active import Active
+from serving.answers import openai, sse
+from serving.answers.openai import Choice, Rendering
 from serving.embedding import EmbeddingCall
 from serving.interfaces import Delta, Stream
-from serving.openai import Choice, Rendering
-from serving.schemas import ChatCall, CompletionCall
-from serving.tracing import Generated
+from serving.requests.schemas import ChatCall, CompletionCall
+from serving.telemetry.tracing import Generated
 
 if TYPE_CHECKING:
     from serving.service import Service

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pagedjax.core.errors import ConfigError
-from serving.access_log import AccessLogForm
+from serving.telemetry.access_log import AccessLogForm
 
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "json"]
 _HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -15,8 +15,8 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_fi
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiOptions:
     """`template_kwargs` are the names that `chat_template_kwargs` may hold. `allowed_hosts` are those that Host may
-    hold beside addresses and localhost (none: see serving/origins.py); `local_name` is what --host said, where only
-    this machine reaches it. A request must be answered within `request_timeout_s`, and while there is work a step must
+    hold beside addresses and localhost (none: see access/origins.py); `local_name` is what --host said, where only this
+    machine reaches it. A request must be answered within `request_timeout_s`, and while there is work a step must
     end within `step_timeout_s`; 0 is no limit. Profiles go to `profile_dir`; without one none are taken. Raises
     ConfigError.
     """

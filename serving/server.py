@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from pagedjax.core.errors import ConfigError
-from serving import access_log, errors
+from serving import errors
+from serving.access.keys import KeySource
+from serving.access.origins import is_loopback
 from serving.app import MAX_BODY_BYTES, create_app
 from serving.interfaces import Engine
-from serving.keys import KeySource
 from serving.options import ApiOptions
-from serving.origins import is_loopback
 from serving.protocol import MAX_HEADER_BYTES, bounded_protocol
 from serving.service import Service
+from serving.telemetry import access_log
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from starlette.requests import Request
 
 from pagedjax.core.errors import ConfigError, RequestError
-from serving import dashboard, shapes
+from serving.access.guard import Caller
+from serving.access.keys import ApiKey, KeySource
+from serving.access.limits import Limits
 from serving.active import ActiveRequests
 from serving.edge import read_body
-from serving.guard import Caller
-from serving.inputs import ModelFacts
 from serving.interfaces import Engine, Stream
-from serving.keys import ApiKey, KeySource
-from serving.limits import Limits
-from serving.metrics import HttpMetrics
 from serving.options import ApiOptions
-from serving.reading import Call, read
+from serving.requests import shapes
+from serving.requests.inputs import ModelFacts
+from serving.requests.reading import Call, read
+from serving.telemetry import dashboard
+from serving.telemetry.metrics import HttpMetrics
 from serving.workers import MAX_INLINE_BYTES, Workers
 
 if TYPE_CHECKING:

@@ -3,13 +3,13 @@
 from typing import Any
 
 from pagedjax.core.errors import RequestError
-from serving import fields
-from serving.fields import Check, boolean, known_fields, record, required, string
-from serving.inputs import check_ids
 from serving.interfaces import Engine
 from serving.options import ApiOptions
-from serving.reading import encode_chat, facts, from_json
-from serving.schemas import parse_chat
+from serving.requests import fields
+from serving.requests.fields import Check, boolean, known_fields, record, required, string
+from serving.requests.inputs import check_ids
+from serving.requests.reading import encode_chat, facts, from_json
+from serving.requests.schemas import parse_chat
 
 MAX_TOKENS = 1_000_000
 

@@ -67,8 +67,9 @@ def _serve(args: argparse.Namespace) -> int:
     chosen = settings(args, ServeOptions)
     options = ServeOptions(**flags.take(chosen, ServeOptions))
     config = _engine_config(chosen)
-    from serving import server, tracing
+    from serving import server
     from serving.options import ApiOptions, parse_names
+    from serving.telemetry import tracing
 
     _log_at(options.log_level)
     api = ApiOptions(
@@ -97,7 +98,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _key_source(path: str | None) -> Any:
     """The keys' file, and the keys in the environment."""
-    from serving.keys import KeySource
+    from serving.access.keys import KeySource
 
     found = {"user": os.environ.get("PAGEDJAX_API_KEY"), "admin": os.environ.get("PAGEDJAX_ADMIN_API_KEY")}
     return KeySource(path, tuple((role, key) for role, key in found.items() if key))
@@ -106,7 +107,7 @@ def _key_source(path: str | None) -> Any:
 def _keys(args: argparse.Namespace) -> None:
     """A new key on standard error, and its entry for the file, which tells nothing of it, on standard output."""
     from pagedjax.core.tenants import is_tenant_name
-    from serving import keys
+    from serving.access import keys
 
     key = keys.new_key()
     entry = {"name": args.name, "hash": keys.shown_hash(key), "tenant": args.tenant or args.name, "role": args.role}

@@ -4,7 +4,7 @@ import re
 
 from prometheus_client import generate_latest
 
-from serving.metrics import HttpMetrics
+from serving.telemetry.metrics import HttpMetrics
 from tests.engine.fakes import make_engine
 
 

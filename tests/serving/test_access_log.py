@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from pagedjax.core.errors import ConfigError
-from serving import access_log
-from serving.keys import KeySource
+from serving.access.keys import KeySource
 from serving.options import ApiOptions
+from serving.telemetry import access_log
 from tests.serving.conftest import Client, FakeEngine, create_app
 
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
@@ -17,8 +17,8 @@ USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
 @pytest.fixture
 def lines(caplog):
     """`lines()`: what the log has so far."""
-    caplog.set_level(logging.INFO, "serving.access_log")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "serving.access_log"]
+    caplog.set_level(logging.INFO, "serving.telemetry.access_log")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "serving.telemetry.access_log"]
 
 
 def client(form, keys=KeySource()):  # noqa: B008

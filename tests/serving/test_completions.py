@@ -115,14 +115,14 @@ def test_prompt_logprobs_are_listed_by_token_id(client):
 
 
 def test_a_logprob_that_json_cannot_hold_is_a_large_negative_number(client, monkeypatch):
-    monkeypatch.setattr("serving.logprobs.MIN_LOGPROB", -2.5)
+    monkeypatch.setattr("serving.answers.logprobs.MIN_LOGPROB", -2.5)
     logprobs = client.complete(logprobs=2, max_tokens=1).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"I": -1, "J": -2, "H": -2.5}]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_nan_and_minus_infinity_are_made_finite(bad):
-    from serving.logprobs import MIN_LOGPROB, finite
+    from serving.answers.logprobs import MIN_LOGPROB, finite
 
     assert finite(bad) == MIN_LOGPROB
 

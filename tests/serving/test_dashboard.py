@@ -17,7 +17,7 @@ from pagedjax.core.events import Arrived, StepDue
 from pagedjax.core.plan import Tier
 from pagedjax.core.request import Request
 from pagedjax.core.tiers import Copy, Parked
-from serving import dashboard
+from serving.telemetry import dashboard
 
 
 def test_a_picture_shows_who_runs_who_waits_and_whose_the_blocks_are(engine):

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax.core.errors import ConfigError
-from serving.keys import KeySource
+from serving.access.keys import KeySource
 from serving.options import ApiOptions
 
 

@@ -9,9 +9,10 @@ import openai
 import pytest
 
 from pagedjax.engine.async_engine import AsyncEngine
-from serving import embedding, fields, request_fields
+from serving import embedding
 from serving.app import ROUTES
 from serving.options import ApiOptions
+from serving.requests import fields, request_fields
 
 
 def embed(client, **options):

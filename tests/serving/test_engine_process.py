@@ -22,8 +22,8 @@ from pagedjax.core.errors import ConfigError
 from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.config import EngineConfig
 from pagedjax.engine.outputs import EngineError
+from serving.access.keys import KeySource
 from serving.app import create_app
-from serving.keys import KeySource
 from serving.options import ApiOptions
 from serving.server import DrainingServer, bind, serve
 from tests.engine.fakes import build_counting, build_tiny, make_engine

@@ -11,10 +11,10 @@ import pytest
 
 from pagedjax.cli import run
 from pagedjax.core.errors import ConfigError, RequestError
-from serving import keys
+from serving.access import keys
+from serving.access.keys import ApiKey, KeySource, read_keys
+from serving.access.limits import Limits
 from serving.app import ROUTES, create_app
-from serving.keys import ApiKey, KeySource, read_keys
-from serving.limits import Limits
 from serving.options import ApiOptions
 from tests.serving.conftest import Client, FakeEngine
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.engine.detokenizer import Detokenizer
-from serving.offsets import TextOffsets
+from serving.answers.offsets import TextOffsets
 
 BOS, MARK = 0, 1
 TOKENS = [

@@ -11,9 +11,10 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
-from serving import embedding, fields, request_fields, response_call
-from serving.inputs import MAX_PROMPTS, ModelFacts
-from serving.schemas import parse_chat, parse_completion
+from serving import embedding
+from serving.requests import fields, request_fields, response_call
+from serving.requests.inputs import MAX_PROMPTS, ModelFacts
+from serving.requests.schemas import parse_chat, parse_completion
 
 MODEL = ModelFacts("tiny", 258, 200)
 ROOT = Path(__file__).parent.parent.parent

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.engine.grammar import Grammars
-from serving import tool_calls, tool_prompt, tools
 from serving.app import create_app
 from serving.options import ApiOptions
-from serving.tool_calls import Call, whole_calls
-from serving.tools import ToolChoice
+from serving.tools import tool_calls, tool_prompt, tools
+from serving.tools.tool_calls import Call, whole_calls
+from serving.tools.tools import ToolChoice
 from tests.serving.conftest import ByteTokenizer, Client, FakeEngine, read_events
 
 WEATHER = {

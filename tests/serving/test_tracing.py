@@ -13,8 +13,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from pagedjax.core.errors import ConfigError
 from pagedjax.engine.lives import LifeStory, Moment
 from pagedjax.engine.outputs import EngineError
-from serving import tracing
-from serving.keys import KeySource
+from serving.access.keys import KeySource
+from serving.telemetry import tracing
 from tests.serving.test_engine import make_async_engine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

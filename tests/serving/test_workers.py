@@ -100,7 +100,7 @@ async def complete(client, prompt):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_with_many_logprobs_is_rendered_beside_the_loop(client, monkeypatch, stream):
     found = []
-    from serving import completion_rendering
+    from serving.answers import completion_rendering
 
     original = completion_rendering.completion_logprobs
     monkeypatch.setattr(

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from serving import sse
-from serving.inputs import Prompt
+from serving.answers import sse
+from serving.answers.logprobs import completion_logprobs, prompt_logprobs, prompt_tokens
+from serving.answers.offsets import TextOffsets
+from serving.answers.openai import Choice, Head, body_of, choice_of, open_usage
 from serving.interfaces import Delta, Tokenizer, TokenLogprobs
-from serving.logprobs import completion_logprobs, prompt_logprobs, prompt_tokens
-from serving.offsets import TextOffsets
-from serving.openai import Choice, Head, body_of, choice_of, open_usage
-from serving.schemas import CompletionCall
+from serving.requests.inputs import Prompt
+from serving.requests.schemas import CompletionCall
 
 
 class CompletionRendering:

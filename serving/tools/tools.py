@@ -8,8 +8,8 @@ import orjson
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.structure import StructuredOutputsParams
-from serving import fields
-from serving.fields import Check, boolean, known_fields, record, required, string
+from serving.requests import fields
+from serving.requests.fields import Check, boolean, known_fields, record, required, string
 
 MAX_TOOLS, MAX_NAME_CHARS = 128, 64
 

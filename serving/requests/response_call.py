@@ -5,11 +5,22 @@ from typing import Any, NamedTuple
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_LOGPROBS, SamplingParams
-from serving import fields, request_fields, schemas, shapes
-from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, required, string
-from serving.inputs import ModelFacts, read_messages
-from serving.schemas import ChatCall
-from serving.tools import ToolChoice, callable_tools, read_arguments, read_choice, read_tools
+from serving.requests import fields, request_fields, schemas, shapes
+from serving.requests.fields import (
+    Check,
+    boolean,
+    integer,
+    known_fields,
+    number,
+    one_of,
+    record,
+    refused,
+    required,
+    string,
+)
+from serving.requests.inputs import ModelFacts, read_messages
+from serving.requests.schemas import ChatCall
+from serving.tools.tools import ToolChoice, callable_tools, read_arguments, read_choice, read_tools
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from serving.call_reader import SEPARATORS, CallPiece, CallReader
-from serving.tools import ToolChoice
+from serving.tools.call_reader import SEPARATORS, CallPiece, CallReader
+from serving.tools.tools import ToolChoice
 
 ToolFormat = Literal["hermes", "llama3_json", "json"]
 FORMATS = get_args(ToolFormat)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pagedjax
 from pagedjax.core.request import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MIN_PRIORITY
-from serving import admin, embedding, fields, request_fields, response_call, tokenizing
-from serving.fields import Check
+from serving import admin, embedding, tokenizing
+from serving.requests import fields, request_fields, response_call
+from serving.requests.fields import Check
 
 _BOOLEAN, _INTEGER, _NUMBER, _STRING = ({"type": kind} for kind in ("boolean", "integer", "number", "string"))
 _STRINGS = {"anyOf": [_STRING, {"type": "array", "items": _STRING}]}

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import pagedjax
 from pagedjax.core.errors import ConfigError
 from pagedjax.engine.outputs import EngineError
-from serving.access_log import POLLED
 from serving.interfaces import Engine
+from serving.telemetry.access_log import POLLED
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -6,11 +6,11 @@ from typing import Any
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
-from serving import fields, shapes
-from serving.fields import Check, known_fields, record, required
-from serving.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
-from serving.request_fields import CHAT, COMPLETION, SAMPLING
-from serving.tools import ToolChoice, callable_tools
+from serving.requests import fields, shapes
+from serving.requests.fields import Check, known_fields, record, required
+from serving.requests.inputs import ModelFacts, Prompt, check_ids, read_messages, read_prompts
+from serving.requests.request_fields import CHAT, COMPLETION, SAMPLING
+from serving.tools.tools import ToolChoice, callable_tools
 
 MAX_CHOICES = 1024
 MAX_KWARG_CHARS = 256

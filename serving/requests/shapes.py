@@ -5,8 +5,8 @@ from typing import Any
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.structure import StructuredOutputsParams
-from serving import fields
-from serving.fields import Check, boolean, known_fields, record, required, string
+from serving.requests import fields
+from serving.requests.fields import Check, boolean, known_fields, record, required, string
 
 # The fields below; a body that names one is read beside the event loop, since a grammar is compiled with it.
 MARKS = (b"response_format", b"structured_outputs", b"guided_", b"tools", b"json_schema")

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from serving import sse
-from serving.call_reader import CallPiece
+from serving.answers import sse
+from serving.answers.logprobs import chat_logprob, prompt_logprobs
+from serving.answers.openai import Choice, Head, body_of, choice_of, open_usage
 from serving.interfaces import Delta, Tokenizer, TokenLogprobs
-from serving.logprobs import chat_logprob, prompt_logprobs
-from serving.openai import Choice, Head, body_of, choice_of, open_usage
-from serving.schemas import ChatCall
-from serving.tool_calls import Call, Piece, ToolFormat, new_call_id, parser_for, whole_calls
+from serving.requests.schemas import ChatCall
+from serving.tools.call_reader import CallPiece
+from serving.tools.tool_calls import Call, Piece, ToolFormat, new_call_id, parser_for, whole_calls
 
 
 class ChatRendering:

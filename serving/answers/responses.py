@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from serving.answers.logprobs import chat_logprob
+from serving.answers.openai import Choice, Head
+from serving.answers.response_items import Items
 from serving.interfaces import TokenLogprobs
-from serving.logprobs import chat_logprob
-from serving.openai import Choice, Head
-from serving.response_call import ResponseCall
-from serving.response_items import Items
-from serving.tool_calls import Parser, Piece, ToolFormat, parser_for
+from serving.requests.response_call import ResponseCall
+from serving.tools.tool_calls import Parser, Piece, ToolFormat, parser_for
 
 if TYPE_CHECKING:
     from serving.interfaces import Delta, Tokenizer

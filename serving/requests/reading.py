@@ -8,13 +8,13 @@ import orjson
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.tenants import DEFAULT_TENANT
-from serving import tool_prompt
 from serving.embedding import EmbeddingCall
-from serving.inputs import ModelFacts, Prompt
 from serving.interfaces import Engine
 from serving.options import ApiOptions
-from serving.response_call import ResponseCall
-from serving.schemas import ChatCall, CompletionCall
+from serving.requests.inputs import ModelFacts, Prompt
+from serving.requests.response_call import ResponseCall
+from serving.requests.schemas import ChatCall, CompletionCall
+from serving.tools import tool_prompt
 
 if TYPE_CHECKING:
     from pagedjax.engine.submission import Submission

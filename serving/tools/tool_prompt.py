@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.interfaces import Tokenizer
-from serving.tool_calls import BEGIN, END, ToolFormat
+from serving.tools.tool_calls import BEGIN, END, ToolFormat
 
 # For models whose template knows no tools: Hermes' form, told in words.
 INSTRUCTIONS = """You can call functions. Their signatures, one a line:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagedjax.core.errors import RequestError
-from serving.keys import ApiKey
+from serving.access.keys import ApiKey
 
 
 @dataclass(slots=True)

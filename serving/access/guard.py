@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.tenants import DEFAULT_TENANT
-from serving import errors, keys, origins
-from serving.keys import ApiKey
+from serving import errors
+from serving.access import keys, origins
+from serving.access.keys import ApiKey
 from serving.protocol import MAX_HEADER_BYTES, header_bytes
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedjax.core.errors import RequestError
-from serving import fields
-from serving.fields import Check, known_fields, record, refused, required, string
 from serving.options import ApiOptions
-from serving.tools import read_message_calls
+from serving.requests import fields
+from serving.requests.fields import Check, known_fields, record, refused, required, string
+from serving.tools.tools import read_message_calls
 
 MAX_PROMPTS = 256
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from serving.answers.offsets import TextOffsets
 from serving.interfaces import Delta, Stream, TokenLogprobs
-from serving.offsets import TextOffsets
-from serving.schemas import ChatCall, CompletionCall
-from serving.tool_calls import Parser
+from serving.requests.schemas import ChatCall, CompletionCall
+from serving.tools.tool_calls import Parser
 
 
 class Head(NamedTuple):

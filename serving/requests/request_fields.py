@@ -10,9 +10,9 @@ from typing import Any
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import MAX_PRIORITY, MIN_PRIORITY
-from serving import fields, shapes
-from serving.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, string
-from serving.tools import read_choice, read_tools
+from serving.requests import fields, shapes
+from serving.requests.fields import Check, boolean, integer, known_fields, number, one_of, record, refused, string
+from serving.tools.tools import read_choice, read_tools
 
 MAX_SALT_CHARS = 256
 MAX_TIMEOUT_S = 86_400

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.call_reader import CallPiece
-from serving.tool_calls import new_call_id
+from serving.tools.call_reader import CallPiece
+from serving.tools.tool_calls import new_call_id
 
 Events = list[tuple[str, dict[str, Any]]]
 

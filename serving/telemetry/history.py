@@ -8,8 +8,8 @@ from starlette.routing import Route
 
 from pagedjax.core.errors import RequestError
 from serving import errors
+from serving.access.guard import operators_only
 from serving.errors import json_response
-from serving.guard import operators_only
 from serving.service import service_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What is answered: bodies and streams in OpenAI's shapes."""
