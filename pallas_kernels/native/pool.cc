@@ -18,6 +18,8 @@ namespace {
 
 // The gap between two kernels of a step is below this, the gap between two steps of a lone stream about so.
 constexpr std::chrono::microseconds kSpinTime(150);
+// A worker that is not done after this has likely been put aside, and needs this CPU more than a spinning caller does.
+constexpr std::chrono::microseconds kCallerSpinTime(30);
 constexpr size_t kCacheLine = 64;
 
 inline void relax() {
@@ -28,14 +30,14 @@ inline void relax() {
 #endif
 }
 
-// Spins until `done()`, looking at the clock now and then. False once kSpinTime is over.
+// Spins until `done()`, looking at the clock now and then. False once `limit` is over.
 template <class Done>
-bool spin_until(const Done& done) {
+bool spin_until(const Done& done, std::chrono::microseconds limit) {
   auto start = std::chrono::steady_clock::now();
   for (int turn = 1;; ++turn) {
     if (done()) return true;
     relax();
-    if (turn % 64 == 0 && std::chrono::steady_clock::now() - start > kSpinTime) return false;
+    if (turn % 64 == 0 && std::chrono::steady_clock::now() - start > limit) return false;
   }
 }
 
@@ -82,10 +84,9 @@ class Pool {
     }
   }
 
-  // A worker that the system has put aside in the middle of an item needs this CPU more than a spinning caller does.
   void wait_for_others() {
     auto is_done = [this] { return unfinished_.load() == 0; };
-    if (spin_until(is_done)) return;
+    if (spin_until(is_done, kCallerSpinTime)) return;
     std::unique_lock<std::mutex> lock(sleep_);
     is_caller_asleep_.store(true);  // before looking again: workers count first, then look for a sleeper
     is_done_.wait(lock, is_done);
@@ -102,7 +103,7 @@ class Pool {
   void work() {
     uint32_t seen = 0;
     for (;;) {
-      if (!spin_until([&] { return num_regions_.load() != seen; })) {
+      if (!spin_until([&] { return num_regions_.load() != seen; }, kSpinTime)) {
         std::unique_lock<std::mutex> lock(sleep_);
         num_sleeping_.fetch_add(1);  // before looking again: `wake` counts first, then looks for sleepers
         is_awake_.wait(lock, [&] { return num_regions_.load() != seen; });
