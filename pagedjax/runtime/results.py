@@ -1,8 +1,7 @@
 """What a step gives: device values while it runs, then arrays on the host."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ class StepResult:
     faulty: np.ndarray
     logprobs: Scores | None
     prompt_logprobs: Mapping[int, PromptScores]
-    pooled: Mapping[int, np.ndarray] = MappingProxyType({})
+    pooled: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 class PooledRow(NamedTuple):
