@@ -3,7 +3,8 @@
     python benchmarks/kernels.py [--dtype bfloat16] [--weights int4] [--json benchmarks/results/kernels.json]
 
 A step is the forward of a packed batch, the head and argmax of each row's last token, the result read on the host. The
-least wall time counts; the least CPU time of all threads beside it says what a busy machine hides.
+least wall time counts; the least CPU time of all threads beside it says what a busy machine hides, with one thread
+(PAGEDJAX_NUM_THREADS=1), as threads spin while they wait.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from pagedjax.bench.machine import origin
 from pagedjax.models import llama, stack
 from pagedjax.models.config import ModelConfig
 from pagedjax.weights.pack import Layout, pack_for
-from pallas_kernels import dispatch
-from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, Ragged
+from pallas_kernels import dispatch, native
+from pallas_kernels.matmul import fused_argmax
+from pallas_kernels.ragged_attention import AttentionBackend, AttentionShape, KVBlocks, Ragged
 
 BLOCK_SIZE = 16
 CONFIG = ModelConfig(
@@ -84,6 +86,7 @@ def main() -> None:
         **origin(__file__),
         "device": jax.devices()[0].device_kind,
         "backend": backend.name,
+        "num_threads": native.load().num_threads if backend.name == "native" else None,
         "dtype": options.dtype,
         "weights": options.weights,
         "steps": [bench.measure(kind) for kind in KINDS],
@@ -108,7 +111,7 @@ class Bench:
     def measure(self, kind: Kind, pool_mib: int = 768) -> dict[str, Any]:
         block_bytes = CONFIG.num_layers * self.backend.block_bytes(BLOCK_SIZE, 3, 64, self.dtype)
         num_blocks = (pool_mib << 20) // block_bytes
-        caches = stack.init_caches(CONFIG, self.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype)
+        caches = empty_caches(self.backend, num_blocks, self.dtype)
         batch = pack(kind, num_blocks)
         began = time.perf_counter(), time.process_time()
         program = self.run.lower(self.leaves, caches, *batch).compile()
@@ -142,6 +145,12 @@ class Bench:
         return min(wall) * 1e3, min(cpu) * 1e3
 
 
+def empty_caches(backend: AttentionBackend, num_blocks: int, dtype: Any) -> tuple[KVBlocks, ...]:
+    """Caches of zeros that lie in memory: what nobody has written yet would be read from one page of the system."""
+    shapes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "dtype": dtype}
+    return jax.tree.map(jnp.zeros_like, stack.init_caches(CONFIG, backend, **shapes))
+
+
 def step(
     model_of: Callable[[Any], llama.LlamaForCausalLM],
     leaves: Any,
@@ -154,6 +163,9 @@ def step(
     """(the likeliest token after each packed token that is picked, caches)."""
     model = model_of(leaves)
     hidden, caches = model(ids, positions, caches, ragged)
+    fused = fused_argmax(model.head_weight)
+    if fused is not None:
+        return fused(hidden[picked], model.head_weight).output, caches
     logits = model.logits(hidden[picked])
     # The first of equal maxima, in two passes: XLA:CPU's argmax takes several times as long.
     is_best = logits == jnp.max(logits, axis=-1, keepdims=True)

@@ -27,7 +27,6 @@ import numpy as np
 import products
 
 from pagedjax.bench.machine import origin
-from pagedjax.models import stack
 from pallas_kernels import dispatch, native
 from pallas_kernels.ragged_attention import AttentionShape, Ragged
 
@@ -129,9 +128,8 @@ class Parts:
             yield Part(product.name, seconds, num_bytes, operations, self.multiplies)
 
     def attention(self, kind: kernels.Kind) -> Part:
-        config, block_size = kernels.CONFIG, SHAPE.block_size
-        shapes = {"num_blocks": NUM_BLOCKS, "block_size": block_size, "dtype": "bfloat16"}
-        held = list(stack.init_caches(config, self.backend, **shapes))
+        config = kernels.CONFIG
+        held = list(kernels.empty_caches(self.backend, NUM_BLOCKS, "bfloat16"))
         ragged = Ragged(*map(jnp.asarray, kernels.pack(kind, NUM_BLOCKS)[2]))
         heads = (kind.num_tokens, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         qkv = jnp.asarray(np.random.default_rng(2).standard_normal(heads), jnp.bfloat16)
