@@ -1,6 +1,8 @@
 """Native attention at every level of instructions: precision, odd shapes, contexts cut and shared, equal bits."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ ODD_SHAPES = (
     AttentionShape(num_heads=2, num_kv_heads=2, head_dim=256, block_size=32),
 )
 GROUPED = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
+STATM = Path("/proc/self/statm")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 
@@ -98,6 +101,14 @@ def test_an_int8_cache_without_scales_of_its_own_to_update_is_refused(num_leaves
         jax.block_until_ready(call(case, aliases, kv_dtype="int8", num_leaves=num_leaves))
 
 
+@pytest.mark.skipif(not STATM.exists(), reason="the system does not tell what memory a process has")
+def test_a_cache_takes_no_memory_before_it_is_written():
+    before = resident_bytes()
+    cache = jax.block_until_ready(native.init_cache(4096, 16, 3, 64, "bfloat16", num_layers=30))
+    assert cache.k.nbytes + cache.v.nbytes > 2**30
+    assert resident_bytes() - before < 2**27
+
+
 def test_an_int8_cache_and_its_scales_stay_where_they_are():
     case = make_case(GROUPED, MIXES["decodes"])
     cache = native.init_cache(NUM_BLOCKS, 16, 2, 64, "int8", num_layers=2)
@@ -150,6 +161,10 @@ def test_turning_within_the_kernel_equals_turning_before_it(level, dtype):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=TOLERANCE[dtype])
     unturned, _ = jax.jit(partial(native.attend, **options))(q, k, v, cache, case.ragged)
     assert np.abs(np.asarray(unturned - expected, np.float32)).max() > 0.1
+
+
+def resident_bytes():
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def call(case, aliases=None, kv_dtype=None, num_leaves=None):
