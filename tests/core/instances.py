@@ -51,6 +51,15 @@ SMALL = (
         0,
         waits=False,
     ),
+    # A tenant of great weight is far behind when a step fails: it gets back in line, and its credit is a small part.
+    Instance(
+        "credit",
+        (Asked((4,), 1, 0, "iron"), Asked((5,), 1, 0, "iron"), Asked((1, 2), 1, 0, "gold")),
+        {"max_num_seqs": 1, "async_scheduling": False, "tenant_weights": (("gold", 10_000),)},
+        1,
+        0,
+        waits=False,
+    ),
     Instance("late", (GOLD, IRON), {"num_blocks": 3, "preemption_mode": "conservative"}, 0, 0),
     # Beams, with hardly slots and blocks for two and the other; or with one slot, so that they await choices in line.
     Instance("beams", (BEAM, IRON._replace(max_tokens=2)), {"num_host_blocks": 2}, 0, 0, num_forks=2, waits=False),
