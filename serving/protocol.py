@@ -25,9 +25,13 @@ def bounded_protocol() -> type[asyncio.Protocol]:
     class BoundedProtocol(HttpToolsProtocol):
         """Closes a connection on which MAX_HEADER_BYTES came without the headers' end, or a byte of a body, among
         them, and one on which a request's headers take longer than HEADER_TIMEOUT_S. What arrives at once is parsed
-        first, so headers somewhat larger may get through to the app. Between requests uvicorn's own limit holds."""
+        first, so headers somewhat larger may get through to the app. Between requests uvicorn's own limit holds.
+
+        A connection that is lost ends all its requests: uvicorn tells only the latest, and of those that a client sends
+        without waiting for an answer that is not the one which runs."""
 
         _num_idle_bytes = 0
+        _open: tuple[Any, ...] = ()
         _header_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -37,6 +41,9 @@ def bounded_protocol() -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
             super().connection_lost(exc)
+            for cycle in self._open:
+                cycle.disconnected = cycle.disconnected or not cycle.response_complete
+                cycle.message_event.set()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -54,6 +61,8 @@ def bounded_protocol() -> type[asyncio.Protocol]:
             self._stop_waiting()
             self._num_idle_bytes = 0
             super().on_headers_complete()
+            begun = () if self.cycle in self._open or self.cycle is None else (self.cycle,)
+            self._open = (*[cycle for cycle in self._open if not cycle.response_complete], *begun)
 
         def on_body(self, body: bytes) -> None:
             self._num_idle_bytes = 0

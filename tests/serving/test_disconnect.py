@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -82,4 +83,17 @@ def test_a_client_that_leaves_while_it_sends_its_body_is_no_error(FakeEngine, ca
         await create_app(FakeEngine())(scope, receive, None)
 
     asyncio.run(go())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_leaving_aborts_the_request_that_runs_where_more_were_sent_behind_it(FakeEngine, serving_of, wait_for, caplog):
+    engine = FakeEngine(hang=True)
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 99}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    with serving_of(engine) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as client:
+            client.sendall(3 * request)
+            wait_for(lambda: engine.submitted)
+        wait_for(lambda: engine.aborted)
+    assert len(engine.submitted) == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
