@@ -28,7 +28,7 @@ def read_hf(directory: Path) -> Vocabulary:
     backend.no_padding()
     config = _read_json(directory / "tokenizer_config.json")
     generation = _read_json(directory / "config.json") | _read_json(directory / "generation_config.json")
-    texts = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    texts = {name: _token_text(config, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     present = {name: text for name, text in texts.items() if text is not None}
     bos, eos = (backend.token_to_id(present[name]) if name in present else None for name in ("bos_token", "eos_token"))
     ends = frozenset([*_ids(eos), *_ids(generation.get("eos_token_id"))])
@@ -39,29 +39,51 @@ def read_hf(directory: Path) -> Vocabulary:
 
 def _template(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     source = directory / "chat_template.jinja"
-    if source.is_file():
-        return source.read_text(encoding="utf-8")
+    if source.exists():
+        return _read_text(source)
     template = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return template
+    named = template if isinstance(template, list) else []
+    try:
+        found = {entry["name"]: entry["template"] for entry in named} if named else template
+    except (KeyError, TypeError):
+        found = named
+    texts = [part for pair in found.items() for part in pair] if isinstance(found, dict) else [found or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{directory}: chat_template must be a text, or a list of objects with a name and a template")
+    return found or None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a JSON object")
     return found
 
 
-def _token_text(entry: Any) -> str | None:
-    return entry.get("content") if isinstance(entry, dict) else entry
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from error
 
 
-def _ids(entry: int | list[int] | None) -> list[int]:
-    return entry if isinstance(entry, list) else [] if entry is None else [entry]
+def _token_text(config: dict[str, Any], name: str) -> str | None:
+    entry = config.get(name)
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"tokenizer_config.json: {name} must be a text, not {text!r}")
+    return text
+
+
+def _ids(entry: Any) -> list[int]:
+    ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ConfigError(f"eos_token_id must be an integer or a list of integers, not {entry!r}")
+    return ids

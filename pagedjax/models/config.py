@@ -1,5 +1,6 @@
 """What a checkpoint says about its architecture: one frozen record for every model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,15 +104,15 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": num_heads,
         "num_kv_heads": _count(config, "num_key_value_heads", num_heads),
         "head_dim": _count(config, "head_dim", hidden_size // num_heads),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": _number(config, "rms_norm_eps", 1e-6),
         # transformers 5 moved the base into rope_parameters.
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        "rope_theta": _number(rope if rope.get("rope_theta") else config, "rope_theta", 10_000.0),
         "rope_scaling": rope_scaling(rope),
         "max_position_embeddings": _count(config, "max_position_embeddings", 2048),
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
-        "attention_bias": config.get("attention_bias", False),
-        "mlp_bias": config.get("mlp_bias", False),
-        "hidden_act": config.get("hidden_act", "silu"),
+        "tie_word_embeddings": _flag(config, "tie_word_embeddings"),
+        "attention_bias": _flag(config, "attention_bias"),
+        "mlp_bias": _flag(config, "mlp_bias"),
+        "hidden_act": str(config.get("hidden_act", "silu")),
     }
 
 
@@ -130,9 +131,32 @@ def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 def _positive(rope: Mapping[str, Any], name: str) -> float:
     value = rope.get(name)
-    if not isinstance(value, int | float) or value <= 0:
+    if not _is_positive(value):
         raise ConfigError(f"rope scaling needs a positive {name}, not {value!r}")
     return float(value)
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _number(config: Mapping[str, Any], name: str, otherwise: float) -> float:
+    """A positive number; it may be missing or null."""
+    value = config.get(name)
+    if value is None:
+        return otherwise
+    if not _is_positive(value):
+        raise ConfigError(f"config.json: {name} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    """True or false; it may be missing or null, which is false."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {name} must be true or false, not {value!r}")
+    return bool(value)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

@@ -68,15 +68,19 @@ def open_safetensors(directory: Path) -> SafetensorFiles:
 
 def _paths(directory: Path) -> list[Path]:
     index = directory / INDEX
-    if not index.is_file():
+    if not index.exists():
         found = sorted(directory.glob("*.safetensors"))
         if not found:
             raise ConfigError(f"{directory} has no *.safetensors files")
         return found
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {index}: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{index} is not an index of safetensors files: it must name files")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ConfigError(f"{directory} lacks {', '.join(missing)}, named in {INDEX}; fetch the model again")

@@ -35,7 +35,7 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
         path = cached_path(model)
         # The size is all that a start can afford to check; `pull` checks the hash.
         return path if is_complete(model) else pull(model, progress)
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if model and path.is_dir():
         return _checked_directory(path)
     if path.is_file():
@@ -47,11 +47,23 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
 
 def served_model_name(model: str) -> str:
     """What clients call `model`: the bundled name or hub id as it is, a file's stem, a directory's name."""
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if model in BUNDLED or not path.exists():
         return model
     resolved = path.resolve()
     return resolved.stem if resolved.suffix == ".gguf" else resolved.name
+
+
+def _path_of(model: str) -> Path:
+    """`model` as a path that may be there or not. Raises ConfigError for one that cannot even be looked for."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except OSError as error:
+        raise ConfigError(f"cannot look for the model {model[:100]!r}: {error.strerror}. {_what_works()}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"cannot look for the model {model[:100]!r}: nobody has that home directory") from error
+    return path
 
 
 def _checked_directory(path: Path) -> Path:

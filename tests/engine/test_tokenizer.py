@@ -288,6 +288,37 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"tokenizer_config": {"bos_token": 5}}, "bos_token"),
+        ({"tokenizer_config": {"eos_token": {"content": ["</s>"]}}}, "eos_token"),
+        ({"tokenizer_config": {"chat_template": 5}}, "chat_template"),
+        ({"tokenizer_config": {"chat_template": [{"name": "default"}]}}, "chat_template"),
+        ({"tokenizer_config": {"chat_template": {"default": 5}}}, "chat_template"),
+        ({"chat_template": {"chat_template": ["a"]}}, "chat_template"),
+        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id"),
+        ({"generation_config": {"eos_token_id": [2, None]}}, "eos_token_id"),
+        ({"generation_config": [2]}, "generation_config"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(hf_directory, files, named):
+    with pytest.raises(ConfigError, match=named):
+        load_tokenizer(hf_directory(**files))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_file_that_cannot_be_read_is_named(hf_directory, name):
+    directory = hf_directory()
+    (directory / name).write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"{name} is not UTF-8"):
+        load_tokenizer(directory)
+    (directory / name).unlink()
+    (directory / name).mkdir()
+    with pytest.raises(ConfigError, match=f"cannot read .*{name}"):
+        load_tokenizer(directory)
+
+
 @pytest.mark.parametrize("place", ["jinja", "field", "named"])
 def test_a_template_is_found_wherever_it_is_kept(hf_directory, place):
     entry = {"field": TEMPLATE, "named": [{"name": "default", "template": TEMPLATE}]}

@@ -95,6 +95,20 @@ def test_a_size_that_is_no_positive_integer_is_refused_by_name(name, value):
         ModelConfig.from_hf(HF | {name: value})
 
 
+@pytest.mark.parametrize("value", ["1e-5", -1.0, float("nan"), float("inf"), [], {}, True])
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_is_none_or_not_positive_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        ModelConfig.from_hf(HF | {name: value})
+
+
+@pytest.mark.parametrize("value", ["false", 0, []])
+@pytest.mark.parametrize("name", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_a_flag_that_is_neither_true_nor_false_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        ModelConfig.from_hf(HF | {name: value})
+
+
 @pytest.mark.parametrize("change", [{"architectures": 1}, {"architectures": "Llama"}, {"rope_scaling": "llama3"}])
 def test_values_of_another_kind_are_refused(change):
     with pytest.raises(ConfigError, match=r"config\.json"):

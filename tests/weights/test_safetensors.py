@@ -48,10 +48,16 @@ def test_a_directory_without_weights_is_refused(tmp_path):
         open_safetensors(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 5}}', "[" * 100_000])
 def test_an_index_of_another_form_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ConfigError, match="not an index"):
+        open_safetensors(tmp_path)
+
+
+def test_an_index_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(ConfigError, match=r"cannot read .*index"):
         open_safetensors(tmp_path)
 
 

@@ -180,6 +180,13 @@ def test_an_empty_name_is_not_the_folder_one_happens_to_be_in(tmp_path, monkeypa
         store.resolve("")
 
 
+@pytest.mark.parametrize("model", ["~nobody-of-that-name/model", "a" * 300, "a/" * 5000])
+@pytest.mark.parametrize("look", [store.resolve, store.served_model_name])
+def test_what_no_path_can_be_is_refused(model, look):
+    with pytest.raises(ConfigError, match=f"cannot look for the model '{model[:20]}"):
+        look(model)
+
+
 def test_an_unknown_model_lists_what_works_and_what_is_close():
     with pytest.raises(ConfigError, match=r"Did you mean smollm2-135m\?.*path of a GGUF file"):
         store.resolve("smollm2-136m")
