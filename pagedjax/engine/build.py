@@ -38,6 +38,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     """
     report = progress or _silent
     memory_share = claim_memory(config.gpu_memory_utilization, config.swap_space)
+    recorder = None if config.record is None else Recorder(Path(config.record))
     path = store.resolve(config.model, report)
     report("load", 0, 1)
     with load.open_checkpoint(path) as checkpoint:
@@ -80,7 +81,8 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
         logger.info("event=measured %s", " ".join(f"{name}={value}" for name, value in costs._asdict().items()))
         scheduler = replace(scheduler, **costs._asdict())
     spare_collections()
-    recorder = None if config.record is None else Recorder(Path(config.record), scheduler)
+    if recorder is not None:
+        recorder.begin(scheduler)
     return Engine(config, scheduler, runner, tokenizer, recorder=recorder)
 
 

@@ -33,9 +33,12 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 class Recorder:
-    """Writes a session at the end of `path`. A disk that fails ends the recording, not what is recorded."""
+    """Writes a session at the end of `path`. A disk that fails ends the recording, not what is recorded.
 
-    def __init__(self, path: Path, config: SchedulerConfig) -> None:
+    The file is opened before a model is loaded, since it may be refused; `begin` comes when the configuration is known.
+    """
+
+    def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be written."""
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -43,6 +46,9 @@ class Recorder:
         except OSError as error:
             raise ConfigError(f"cannot record to {path}: {error.strerror}; set --record") from error
         weakref.finalize(self, os.close, self._file)
+
+    def begin(self, config: SchedulerConfig) -> None:
+        """Begin a session: a state made by `init` of `config`."""
         self._write({"pagedjax": __version__, "config": asdict(config)})
 
     def watch(self, update: Update) -> Update:

@@ -39,6 +39,11 @@ class RuntimeConfig:
                 f"num_gpu_blocks_override must be at least 1, not {self.num_gpu_blocks_override}; "
                 "set --num-gpu-blocks-override"
             )
+        if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                "kv_cache_memory and num_gpu_blocks_override both say how large the KV cache is; "
+                "drop --kv-cache-memory or --num-gpu-blocks-override"
+            )
         for name in ("swap_space", "swap_space_disk"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(

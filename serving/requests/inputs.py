@@ -44,7 +44,7 @@ def read_prompts(value: Any, model: ModelFacts, name: str = "prompt") -> tuple[P
 
 def _prompt_ids(value: Any, model: ModelFacts, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
-        raise RequestError(f"a {name} of token ids must be a non-empty array of integers", param=name)
+        raise RequestError(f"{name} of token ids must be a non-empty array of integers", param=name)
     if len(value) >= model.max_model_len:
         message = (
             f"the {name} has {len(value)} tokens and the context holds {model.max_model_len}, "
@@ -52,7 +52,7 @@ def _prompt_ids(value: Any, model: ModelFacts, name: str) -> tuple[int, ...]:
         )
         raise RequestError(message, param=name, code="context_length_exceeded")
     if not all(type(item) is int for item in value):
-        raise RequestError(f"a {name} of token ids must hold integers only", param=name, code="invalid_type")
+        raise RequestError(f"{name} of token ids must hold integers only", param=name, code="invalid_type")
     check_ids(value, name, model)
     return tuple(value)
 

@@ -155,6 +155,8 @@ def _logprobs(given: Mapping[str, Any]) -> int | None:
     top = given.get("top_logprobs")
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise RequestError(f"top_logprobs must lie in 0..{MAX_LOGPROBS}, not {top}", param="top_logprobs")
+    if top and not given.get("include"):
+        raise RequestError(f"top_logprobs needs include to have {LOGPROBS}", param="top_logprobs")
     return int(top or 0) if given.get("include") else None
 
 

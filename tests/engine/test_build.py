@@ -49,3 +49,8 @@ def test_what_the_checkpoint_s_head_rules_out_is_refused_before_anything_is_load
     monkeypatch.setattr(build, "load_tokenizer", lambda path: pytest.fail("read the tokenizer"))
     with pytest.raises(ConfigError, match=flag):
         build.build_engine(EngineConfig(**options))
+
+
+def test_a_recording_that_cannot_be_written_is_refused_before_a_model_is_looked_for(tmp_path):
+    with pytest.raises(ConfigError, match="--record"):
+        build.build_engine(EngineConfig(model="no-such-model", record=str(tmp_path / "missing" / "r")))

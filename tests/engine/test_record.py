@@ -46,8 +46,14 @@ def events():
     return [*seen, *changes]
 
 
+def begun(path):
+    recorder = Recorder(path)
+    recorder.begin(CONFIG)
+    return recorder
+
+
 def record(path, sequence=None):
-    told = Recorder(path, CONFIG).watch(update)
+    told = begun(path).watch(update)
     state, effects = init(CONFIG), []
     for event in sequence or events():
         state, new = told(state, event)
@@ -87,7 +93,7 @@ def test_a_scheduler_that_would_do_otherwise_is_found_out_at_the_first_event(tmp
 def test_a_failed_step_and_an_error_are_recorded_too(tmp_path):
     arrived = events()[:2]
     record(tmp_path / "r", [*arrived, StepFailed(0, (), arrived[-1].now_us + 1)])
-    told = Recorder(tmp_path / "r", CONFIG).watch(update)
+    told = begun(tmp_path / "r").watch(update)
     with pytest.raises(SchedulerError):
         told(init(CONFIG), StepDone(7, (), 1))
     failed, broken = read(tmp_path / "r")
@@ -122,13 +128,13 @@ def test_what_is_no_recording_is_refused_with_the_line(tmp_path, text, reason):
 
 def test_a_recording_that_cannot_be_opened_names_the_flag(tmp_path):
     with pytest.raises(ConfigError, match="--record"):
-        Recorder(tmp_path / "missing" / "r", CONFIG)
+        Recorder(tmp_path / "missing" / "r")
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(caplog):
     from pathlib import Path
 
-    told = Recorder(Path("/dev/full"), CONFIG).watch(update)
+    told = begun(Path("/dev/full")).watch(update)
     state, effects = told(init(CONFIG), StepDue(1))
     assert (state, effects) == update(init(CONFIG), StepDue(1))
     assert "recording_ended" in caplog.text

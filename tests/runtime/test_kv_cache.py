@@ -154,12 +154,13 @@ def test_unreadable_memory_asks_for_the_flag(tmp_path, monkeypatch):
         {"kv_cache_memory": 0},
         {"kv_cache_memory": float("inf")},
         {"num_gpu_blocks_override": 0},
+        {"kv_cache_memory": 1.0, "num_gpu_blocks_override": 8},
         {"swap_space": -1},
         {"swap_space_disk": float("nan")},
         {"swap_dir": "/tmp"},
         {"num_compile_threads": 0},
     ],
 )
-def test_sizes_below_one_are_refused(wrong):
+def test_sizes_below_one_and_two_sizes_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RuntimeConfig(**wrong)

@@ -113,6 +113,7 @@ def test_events_add_up_to_the_whole_answer(client, fields):
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"stream_options": {}}, "stream_options"),
         ({"frobnicate": 1}, "frobnicate"),
