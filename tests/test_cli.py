@@ -259,6 +259,15 @@ def test_a_piped_chat_says_by_its_status_that_a_question_was_refused(monkeypatch
         assert chat.converse(ask) is passed
 
 
+def test_a_line_that_is_no_utf8_is_refused_alone_whatever_the_locale_makes_of_it(monkeypatch, capsys):
+    asked = []
+    lines = io.TextIOWrapper(io.BytesIO(b"one\n\xff\ntwo\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", lines)
+    chat.converse(lambda messages, write: asked.append(messages[-1]["content"]))
+    assert asked == ["one", "two"]
+    assert "not valid UTF-8" in capsys.readouterr().err
+
+
 def test_a_chat_whose_reader_has_gone_stops_at_once(monkeypatch):
     asked = []
 

@@ -6,6 +6,7 @@ answer and keeps what was said of it; Ctrl-D or /quit leaves; /reset forgets the
 
 import asyncio
 import http.client
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ def converse(ask: Ask, *, system: str | None = None) -> bool:
     Gives False if a question was refused and nobody sat at a terminal to see it. Raises BrokenPipeError.
     """
     on_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that are no UTF-8 are a fault of their line, not of the whole input.
+        sys.stdin.reconfigure(errors="surrogateescape")
     num_refused = 0
     if on_terminal:
         with suppress(ImportError):

@@ -1,5 +1,7 @@
 """The device that is checked."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import dispatch
@@ -11,3 +13,7 @@ def platform() -> str:
 
 def capability() -> tuple[int, int] | None:
     return dispatch.capability_of(jax.devices()[0])
+
+
+def dtype_name(array: Any) -> str:
+    return array.dtype.name

@@ -31,14 +31,9 @@ def new_record(results: list[dict[str, Any]], root: Path) -> dict[str, Any]:
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Records of several runs as one. A later result of the same case replaces an earlier one, where that stood, unless
-    it was not finished."""
+    """Records of several runs as one. A later result of the same case replaces an earlier one, where that stood."""
     runs = [run for record in records for run in record["runs"]]
-    results: dict[tuple[str, ...], dict[str, Any]] = {}
-    for result in (result for record in records for result in record["results"]):
-        identity = _identity(result)
-        if result["status"] != "unfinished" or identity not in results:
-            results[identity] = result
+    results = {_identity(result): result for record in records for result in record["results"]}
     return {"runs": runs, "results": list(results.values())}
 
 
