@@ -73,9 +73,10 @@ prove: $(DEV) ## search all orders of events of small schedulers (ARGS="full --m
 	@$(BIN)/python -m tests.core.search $(ARGS)
 	@$(BIN)/python -m tests.core.abstraction
 
-mosaic: $(DEV) ## run the Mosaic GPU kernels of random shapes in JAX's interpreter, looking for races (ARGS="--num 100")
+mosaic: $(DEV) ## interpret the Mosaic GPU kernels at random shapes, looking for races, then with bugs planted (ARGS="--num 100")
 	$(SAY) 'Interpreting the Mosaic GPU kernels'
 	@$(BIN)/python -m tests.pallas_kernels.mosaic.sweep $(ARGS)
+	@MUTANTS=all $(BIN)/python -m pytest -q tests/pallas_kernels/mosaic tests/pallas_kernels/test_triton_mutants.py
 
 mutants: $(DEV) ## plant bugs in the scheduler and say which check catches each (ARGS="leak_all")
 	$(SAY) 'Planting bugs'
@@ -91,7 +92,7 @@ gpu-check: $(BASE) ## check kernels and engine on the GPU of this machine (ARGS=
 
 vendor: $(BASE) ## lay beside the checkout what a machine with JAX, PyTorch and no network lacks to run the check
 	@rm -rf vendor
-	@$(PIP) --only-binary :all: --no-deps --target vendor immutables llguidance orjson gguf
+	@$(PIP) --only-binary :all: --no-deps --target vendor immutables llguidance orjson gguf jinja2 markupsafe
 
 notebooks: $(DEV) ## run every notebook from top to bottom
 	$(SAY) 'Running the notebooks'

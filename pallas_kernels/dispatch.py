@@ -1,48 +1,22 @@
 """Choose how to run an op here, and say why the other ways were refused."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels import triton
 from pallas_kernels.attention import AttentionNeed, AttentionShape, AttentionVariant
-from pallas_kernels.kv_write import KVWriteBackend
+from pallas_kernels.candidates import Candidate, Choice, always, first_able
 from pallas_kernels.kv_write import pallas_triton as kv_write_triton
 from pallas_kernels.kv_write import reference as kv_write_reference
 from pallas_kernels.kv_write import xla as kv_write_xla
-from pallas_kernels.paged_attention import PagedBackend
 from pallas_kernels.paged_attention import jax_triton as paged_jax_triton
 from pallas_kernels.paged_attention import pallas_mosaic as paged_mosaic
 from pallas_kernels.paged_attention import pallas_triton as paged_triton
 from pallas_kernels.paged_attention import reference as paged_reference
-from pallas_kernels.ragged_attention import AttentionBackend, native, pallas_mosaic, pallas_triton, reference, xla
-
-Backend = AttentionBackend | PagedBackend | KVWriteBackend
-
-
-class Candidate(NamedTuple):
-    """A backend, and `refuse(need)`: the reason why it can't do that, or None.
-
-    One with `only_when_wished` is never chosen by itself.
-    """
-
-    backend: Backend
-    refuse: Callable[[AttentionNeed], str | None]
-    only_when_wished: bool = False
-
-
-class Choice(NamedTuple):
-    """The backend to use (of the op's own kind), and the reasons against the others by name, in order of preference."""
-
-    backend: Any
-    refused: Mapping[str, str]
-
-
-def _always(need: AttentionNeed) -> None:
-    return None
-
+from pallas_kernels.ragged_attention import native, pallas_mosaic, pallas_triton, reference, xla
 
 _PLAIN = AttentionVariant()
 
@@ -53,24 +27,24 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
             Candidate(pallas_mosaic.BACKEND, pallas_mosaic.refuse),
             Candidate(pallas_triton.BACKEND, triton.refuse),
             Candidate(native.BACKEND, native.refuse),
-            Candidate(xla.BACKEND, _always),
+            Candidate(xla.BACKEND, always),
             Candidate(pallas_mosaic.INTERPRETED, pallas_mosaic.refuse_interpreted, only_when_wished=True),
             Candidate(pallas_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
-            Candidate(reference.BACKEND, _always, only_when_wished=True),
+            Candidate(reference.BACKEND, always, only_when_wished=True),
         ),
         "paged_attention": (
             Candidate(paged_mosaic.BACKEND, paged_mosaic.refuse),
             Candidate(paged_triton.BACKEND, triton.refuse),
             Candidate(paged_jax_triton.BACKEND, paged_jax_triton.refuse),
-            Candidate(paged_reference.BACKEND, _always),
+            Candidate(paged_reference.BACKEND, always),
             Candidate(paged_mosaic.INTERPRETED, paged_mosaic.refuse_interpreted, only_when_wished=True),
             Candidate(paged_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
         ),
         "kv_write": (
             Candidate(kv_write_triton.BACKEND, triton.refuse),
-            Candidate(kv_write_xla.BACKEND, _always),
+            Candidate(kv_write_xla.BACKEND, always),
             Candidate(kv_write_triton.INTERPRETED, triton.refuse_interpreted, only_when_wished=True),
-            Candidate(kv_write_reference.BACKEND, _always, only_when_wished=True),
+            Candidate(kv_write_reference.BACKEND, always, only_when_wished=True),
         ),
     }
 )
@@ -105,26 +79,7 @@ def choose(
     """
     _check(shape)
     need = AttentionNeed(platform, shape, jnp.dtype(dtype), variant, capability)
-    if wish is not None and wish not in names(op):
-        raise ValueError(f"{op} has no backend {wish!r}; it has {', '.join(names(op))}")
-    refused, chosen = {}, None
-    for candidate in CANDIDATES[op]:
-        name = candidate.backend.name
-        reason = candidate.refuse(need)
-        if reason is not None:
-            refused[name] = reason
-        elif wish is not None and name != wish:
-            refused[name] = f"{wish} is wished"
-        elif wish is None and candidate.only_when_wished:
-            refused[name] = "runs only when wished for: it is slow"
-        elif chosen is not None:
-            refused[name] = f"{chosen.name} is preferred"
-        else:
-            chosen = candidate.backend
-    if chosen is None:
-        reasons = {wish: refused[wish]} if wish else refused
-        raise NotImplementedError(f"{op}: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
-    return Choice(chosen, MappingProxyType(refused))
+    return first_able(op, CANDIDATES[op], need, wish)
 
 
 def _check(shape: AttentionShape) -> None:

@@ -17,9 +17,9 @@ from pallas_kernels.attention import AttentionNeed, AttentionShape
 from pallas_kernels.kv_blocks import KVBlocks
 from pallas_kernels.paged_attention.interface import PagedBackend
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
+from pallas_kernels.paged_attention.walk import LOG2_E
 from pallas_kernels.triton import power_of_two, refuse_device, refuse_float8, refuse_shape
 
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 
 

@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.cuts import Cuts, cut
 from pallas_kernels.paged_attention.interface import PagedBackend
 from pallas_kernels.paged_attention.tiles import DecodeTiles, decode_tiles
 from pallas_kernels.paged_attention.walk import LOG2_E, MASKED, Context, Walk, columns_of, finished, initial, walk
-from pallas_kernels.triton import check_offsets, plt
+from pallas_kernels.triton import check_offsets, plt, power_of_two
 
 _ANY = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -212,7 +212,7 @@ def _combine_kernel(
 ) -> None:
     head, token = pl.program_id(0), pl.program_id(1)
     head_dim = out_ref.shape[2]
-    columns = jnp.arange(max(16, 1 << (head_dim - 1).bit_length()))
+    columns = jnp.arange(max(16, power_of_two(head_dim)))
     row = jnp.minimum(token, starts_ref.shape[0] - 2)
     start, end = starts_ref[row], jnp.where(token == row, starts_ref[row + 1], 0)
 

@@ -5,13 +5,12 @@ defines the product; `choice.choose` picks a backend by device, tokens and shape
 """
 
 from pallas_kernels.matmul import Layout, register
-from pallas_kernels.quant_matmul.choice import Choice, choose, multiply
+from pallas_kernels.quant_matmul.choice import choose, multiply
 from pallas_kernels.quant_matmul.interface import Int4Weight, QuantBackend, QuantNeed
 from pallas_kernels.quant_matmul.packing import Int4Tensor, from_awq, from_gptq, stack
 from pallas_kernels.quant_matmul.reference import take_rows
 
 __all__ = [
-    "Choice",
     "Int4Tensor",
     "Int4Weight",
     "QuantBackend",

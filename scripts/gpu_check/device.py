@@ -1,7 +1,5 @@
 """The device that is checked."""
 
-from typing import Any
-
 import jax
 
 from pallas_kernels import dispatch
@@ -13,7 +11,3 @@ def platform() -> str:
 
 def capability() -> tuple[int, int] | None:
     return dispatch.capability_of(jax.devices()[0])
-
-
-def dtype_name(array: Any) -> str:
-    return array.dtype.name

@@ -31,9 +31,14 @@ def new_record(results: list[dict[str, Any]], root: Path) -> dict[str, Any]:
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Records of several runs as one. A later result of the same case replaces an earlier one, where that stood."""
+    """Records of several runs as one. A later result of the same case replaces an earlier one, where that stood, unless
+    it was not finished."""
     runs = [run for record in records for run in record["runs"]]
-    results = {_identity(result): result for record in records for result in record["results"]}
+    results: dict[tuple[str, ...], dict[str, Any]] = {}
+    for result in (result for record in records for result in record["results"]):
+        identity = _identity(result)
+        if result["status"] != "unfinished" or identity not in results:
+            results[identity] = result
     return {"runs": runs, "results": list(results.values())}
 
 

@@ -22,7 +22,8 @@ from pallas_kernels.ragged_attention.tiles import PrefillTiles
 from tests.pallas_kernels.cases import expected as expected_of_case
 from tests.pallas_kernels.cases import make_case, run
 from tests.pallas_kernels.decodes import expected, fresh_rng, make_decodes, relative_error, to_cache
-from tests.pallas_kernels.triton_mutants import DECODE, PREFILL, WRITE, planted
+from tests.pallas_kernels.planting import planted
+from tests.pallas_kernels.triton_mutants import DECODE, PREFILL, WRITE
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, block_size=8)
 # One piece at a time, so that a peak is always followed by others; a least piece that is no whole tile.

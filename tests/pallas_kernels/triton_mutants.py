@@ -1,24 +1,10 @@
 """Bugs to plant in the Triton kernels: each is a piece of their source, and what stands there instead."""
 
-import contextlib
-import inspect
-import types
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
-import jax
-
 from pallas_kernels.kv_write import pallas_triton as kv_write
 from pallas_kernels.paged_attention import cuts, walk
 from pallas_kernels.paged_attention import pallas_triton as decode
 from pallas_kernels.ragged_attention import pallas_triton as prefill
-
-
-class Mutant(NamedTuple):
-    function: Callable[..., Any]
-    old: str
-    new: str
-
+from tests.pallas_kernels.planting import Mutant
 
 DECODE = {
     "sees one token too many": Mutant(walk.walk, "live = None if whole else keys < end", "live = keys <= end"),
@@ -65,21 +51,3 @@ WRITE = {
     "rounds down": Mutant(kv_write._round, "low + 1, low)", "low, low)"),
     "takes the largest number, not the largest size": Mutant(kv_write._quantise, "jnp.max(jnp.abs(x)", "jnp.max((x)"),
 }
-
-
-@contextlib.contextmanager
-def planted(mutant: Mutant) -> Iterator[None]:
-    """The kernels with that bug, wherever the function has been imported to."""
-    source = inspect.getsource(mutant.function)
-    if source.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.function.__name__} has not just one {mutant.old!r} to replace")
-    space = dict(mutant.function.__globals__)
-    exec(compile(source.replace(mutant.old, mutant.new), "<mutant>", "exec"), space)
-    assert isinstance(mutant.function, types.FunctionType)
-    sound, mutant.function.__code__ = mutant.function.__code__, space[mutant.function.__name__].__code__
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        mutant.function.__code__ = sound
-        jax.clear_caches()

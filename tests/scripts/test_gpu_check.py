@@ -1,5 +1,6 @@
 """The check for GPUs runs to its end without one, loses nothing to a crash or a hang, and tells what is wrong."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,16 +15,23 @@ from scripts.gpu_check.checks import Check, Refused, Skipped
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as the script does: JAX's own kernels are such
 @pytest.mark.parametrize("name", part.PARTS)
-def test_each_part_runs_on_a_stand_in_and_nothing_fails(name, tmp_path):
-    command = [sys.executable, "-m", "scripts.gpu_check", "--stand-in", "--out", str(tmp_path), "--part", name]
-    done = subprocess.run([*command, "--limit-s", "400"], cwd=ROOT, capture_output=True, text=True, timeout=420)
+def test_every_check_of_a_part_runs_on_a_stand_in_and_none_fails(name):
+    checks = importlib.import_module(f"scripts.gpu_check.{name}").checks(stand_in=True)
+    found = [json.loads(json.dumps(part.outcome(check))) for check in checks]
+    assert [result for result in found if result["status"] not in ("ok", "refused", "skipped")] == []
+    is_peer = name.startswith("torch")  # not installed here
+    assert is_peer or any(result["status"] == "ok" for result in found)
+
+
+def test_the_script_gives_a_part_a_process_and_writes_its_results(tmp_path):
+    command = [sys.executable, "-m", "scripts.gpu_check", "--stand-in", "--out", str(tmp_path), "--part", "host_copies"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert found["stand_in"]
-    assert {result["status"] for result in found["results"]} <= {"ok", "refused", "skipped"}
-    is_peer = name.startswith("torch")  # not installed here
-    assert is_peer or any(result["status"] == "ok" for result in found["results"])
+    assert {result["part"] for result in found["results"]} == {"host_copies"}
     assert done.stdout.rstrip().splitlines()[-1].split()[1].rstrip(",") in ("ok", "refused", "skipped")
 
 

@@ -243,7 +243,8 @@ def test_kernels_that_are_alike_are_told_once_with_their_number():
 def test_a_later_run_replaces_the_cases_that_it_has_and_keeps_the_others():
     a, b = ({"op": "o", "backend": "b", "target": "h200", "shape": shape} for shape in "ab")
     first = {"runs": ["one"], "results": [a | {"status": "violation"}, b | {"status": "ok"}]}
-    record = report.joined([first, {"runs": ["two"], "results": [a | {"status": "ok"}]}])
+    second = [a | {"status": "ok"}, b | {"status": "unfinished"}]
+    record = report.joined([first, {"runs": ["two"], "results": second}])
     assert record == {"runs": ["one", "two"], "results": [a | {"status": "ok"}, b | {"status": "ok"}]}
 
 

@@ -21,7 +21,8 @@ from pallas_kernels.paged_attention import pallas_mosaic as paged_attention
 from pallas_kernels.ragged_attention import AttentionShape
 from pallas_kernels.ragged_attention import pallas_mosaic as ragged_attention
 from tests.pallas_kernels.mosaic.batches import LAYER, Batch, expected, make_batch
-from tests.pallas_kernels.mosaic.mutants import planted
+from tests.pallas_kernels.mosaic.mutants import MUTANTS
+from tests.pallas_kernels.planting import planted
 
 
 def main() -> None:
@@ -29,7 +30,8 @@ def main() -> None:
         job = json.loads(line)
         result = {"error": None, "raced": False, "raised": None}
         try:
-            with planted(job.pop("mutant", None)):
+            bug = job.pop("mutant", None)
+            with planted(MUTANTS[bug]) if bug else contextlib.nullcontext():
                 result["error"] = run(**job)
             result["raced"] = found_races()
         except Exception as raised:
@@ -55,7 +57,7 @@ def run(
     rng = np.random.default_rng(seed)
     batch = make_batch(AttentionShape(*shape), [tuple(row) for row in rows], padding, dtype, rng)
     if sinks:
-        scoring["sinks"] = rng.standard_normal(shape[0]).astype(np.float32)
+        scoring["sinks"] = rng.uniform(1, 6, shape[0]).astype(np.float32)  # so large that none goes unnoticed
     got = np.asarray(jax.jit(partial(OPS[op], batch, tiles or {}, scoring))(), np.float64)
     wanted = expected(batch, **scoring)
     if op == "prefill":  # decode rows are another kernel's
