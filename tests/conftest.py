@@ -1,11 +1,14 @@
 """What every test shares. Warnings are errors (pyproject.toml); no test needs a network or an accelerator."""
 
 import os
+import signal
 
 # Before anything imports JAX: tests are about the CPU path unless the caller says otherwise.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A tqdm bar in a test's captured output is noise.
 os.environ.setdefault("TQDM_DISABLE", "1")
+# A shell's background job ignores the signal, and tests send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 

@@ -134,7 +134,7 @@ bool read_scales(const CacheShape& cache, const ffi::RemainingArgs& given, const
   if (given.size() != 2 || updated.size() != 2) return false;
   for (int i = 0; i < 2; ++i) {
     const auto from = given.get<Floats>(i);
-    const auto to = updated.get<Floats>(i);
+    auto to = updated.get<Floats>(i);  // not const: the results of JAX 0.10 give their data to owners only
     if (!from.has_value() || !to.has_value() || from->typed_data() != (*to)->typed_data()) return false;
     if ((*to)->element_count() != count) return false;
     *scales[i] = (*to)->typed_data();
