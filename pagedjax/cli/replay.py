@@ -119,6 +119,9 @@ def compare(session: Session, settings: Sequence[str], cost: str) -> None:
     """The session's requests on the simulator: under its own configuration and under another."""
     requests = arrivals(session)
     changed = with_settings(session.config, settings)
+    size = session.config.block_size
+    if changed.block_size != size:
+        raise ConfigError(f"the recorded prompts are named in blocks of {size} tokens; leave block_size at that")
     print(f"  what if, on the cost model {cost}:")
     for name, config in (("as recorded", session.config), (" ".join(settings), changed)):
         print(f"    {name}: {_figures(simulate(config, requests, PRESETS[cost]))}")

@@ -152,6 +152,6 @@ class _Run:
         if num_sampled == request.output_len:
             finish = FinishReason.STOP if num_sampled < (request.max_tokens or num_sampled) else FinishReason.LENGTH
         size, num_tokens = self.state.config.block_size, request.prompt_len + num_sampled
-        num_full = num_tokens // size
-        names = unique_names(row.sequence_id, num_full - 1, num_full) if num_tokens % size == 0 else ()
+        fills, num_full = num_tokens % size == 0 and request.has_names(size), num_tokens // size
+        names = unique_names(row.sequence_id, num_full - 1, num_full) if fills else ()
         return RowResult(row.sequence_id, 1, finish, names)

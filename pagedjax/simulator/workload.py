@@ -43,6 +43,10 @@ class SimRequest(NamedTuple):
             preemptible=self.preemptible,
         )
 
+    def has_names(self, block_size: int) -> bool:
+        """Whether its full blocks have names, those it fills later too."""
+        return self.block_names is None or bool(self.block_names) or self.prompt_len < block_size
+
     def names(self, sequence_id: int, block_size: int) -> tuple[bytes, ...]:
         """The names of the prompt's full blocks, as long as hashes."""
         if self.block_names is not None:

@@ -189,4 +189,6 @@ def test_the_command_fails_on_a_difference_and_on_garbage(tmp_path):
     (tmp_path / "r").write_text("\n".join(lines) + "\n")
     assert run(["replay", str(tmp_path / "r")]) == 1
     assert run(["replay", str(tmp_path / "nothing")]) == 2
+    record(tmp_path / "whole")
+    assert run(["replay", str(tmp_path / "whole"), "--what-if", "block_size=64"]) == 2
     assert run(["replay", str(tmp_path / "r"), "--cost", "cpu-xla"]) == 2

@@ -128,6 +128,11 @@ def test_prompts_with_equal_names_share_their_blocks():
     assert report.outcomes[1].ttft_us < report.outcomes[0].ttft_us
 
 
+def test_a_prompt_without_names_gets_none_for_the_blocks_that_it_fills_later():
+    report = simulate(CONFIG, [request(6, 20, block_names=()), request(3, 20, block_names=())], COST)
+    assert [outcome.status for outcome in report.outcomes] == [Status.FINISHED] * 2
+
+
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_samples_of_one_request_share_all_of_its_prompts_blocks(enable_prefix_caching):
     config, most = replace(CONFIG, enable_prefix_caching=enable_prefix_caching), []
