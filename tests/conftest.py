@@ -7,14 +7,15 @@ import signal
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A tqdm bar in a test's captured output is noise.
 os.environ.setdefault("TQDM_DISABLE", "1")
-# A shell's background job ignores the signal, and tests send it to themselves.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 
 import pytest
 
 from pagedjax.weights import store
+
+# A shell's background job ignores the signal, and tests send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
