@@ -44,7 +44,9 @@ def check(attend, shape, kv_lens, max_len, dtype="float32", **variant):
     wanted = expected(batch, scale, kv_dtype=kv_dtype, **variant)
     assert out.dtype == jnp.dtype(dtype)
     assert not np.asarray(out)[np.asarray(kv_lens) == 0].any()
-    assert relative_error(out, wanted) < LIMITS[dtype]
+    # Weights times V's scales may be too small for float16, so that product is bfloat16's.
+    rounds_as = "bfloat16" if kv_dtype and dtype == "float16" else dtype
+    assert relative_error(out, wanted) < LIMITS[rounds_as]
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
