@@ -83,11 +83,14 @@ class Edge:
 
 
 def limited(receive: Receive, headers: Headers, max_bytes: int) -> Receive:
-    """`receive` that refuses bodies over `max_bytes`, announced or not, with RequestError body_too_large."""
+    """`receive` that refuses bodies over `max_bytes`, announced or not (RequestError body_too_large), and packed ones
+    (unsupported_encoding)."""
     num_bytes = 0
 
     async def receive_within_limit() -> Message:
         nonlocal num_bytes
+        if (encoding := headers.get("content-encoding", "identity")) != "identity":
+            raise _packed(encoding)
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > max_bytes:
             raise _too_large(max_bytes)
@@ -115,3 +118,8 @@ async def read_body(receive: Receive, limit: asyncio.Timeout) -> bytes:
 
 def _too_large(max_bytes: int) -> RequestError:
     return RequestError(f"the request body is larger than {max_bytes} bytes", code="body_too_large")
+
+
+def _packed(encoding: str) -> RequestError:
+    said = f"a body in {errors.clean(encoding[:64])!r} is not supported; send it without Content-Encoding"
+    return RequestError(said, code="unsupported_encoding")

@@ -19,6 +19,7 @@ STATUS_OF_CODE = {
     "request_timeout": 408,
     "profile_running": 409,
     "body_too_large": 413,
+    "unsupported_encoding": 415,
     "headers_too_large": 431,
     "queue_full": 429,
     "rate_limit_exceeded": 429,

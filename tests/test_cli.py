@@ -169,7 +169,8 @@ def test_info_of_kernels_names_each_ops_backend_and_the_reasons_against_others(c
         (["--gpu", "9.0"], "--gpu is about kernels: give --kernels too"),
         (["--kernels", "--gpu", "hopper"], "'hopper' is no compute capability such as 9.0"),
         (["--kernels", "--model", "/nowhere"], "there is no model"),
-        (["--kernels", "--model", "llama-3.1-8b", "--block-size", "0"], "--block-size"),
+        (["--kernels", "--model", "llama-3.1-8b", "--block-size", "0"], "block_size"),
+        (["--kernels", "--model", "llama-3.1-8b", "--block-size", "3"], "--block-size"),
     ],
 )
 def test_info_of_kernels_refuses_what_it_cannot_answer(words, complaint, capsys):

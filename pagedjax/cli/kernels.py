@@ -44,10 +44,12 @@ def _target(gpu: str | None) -> Target:
 
 
 def _shape(model: str, block_size: int) -> Any:
+    from pagedjax.core.config import SchedulerConfig
     from pagedjax.weights import load, store
     from pallas_kernels.ragged_attention import AttentionShape
     from pallas_kernels.ragged_attention.shapes import MODELS
 
+    SchedulerConfig(block_size=block_size)  # refuses what no engine would take
     if model in MODELS:
         return MODELS[model]._replace(block_size=block_size)
     with load.open_checkpoint(store.resolve(model)) as checkpoint:

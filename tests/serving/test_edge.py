@@ -1,5 +1,6 @@
 """What every route has in common: ids, limits, error bodies, counts and the log."""
 
+import gzip
 import logging
 
 import pytest
@@ -45,6 +46,11 @@ def test_a_body_over_the_limit_is_413(client_of, engine):
     small = client_of(engine, max_body_bytes=1000)
     assert small.complete(prompt="a" * 2000).status_code == 413
     assert small.complete(prompt="a" * 100).status_code == 200
+
+
+def test_a_packed_body_is_415(client):
+    answer = client.post("/v1/completions", content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
 
 
 def test_a_body_over_the_limit_is_413_without_a_content_length_too(client_of, engine):
