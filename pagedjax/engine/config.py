@@ -125,8 +125,11 @@ class EngineConfig:
         model_len = _or(self.max_model_len, 1)
         tokens = _or(self.max_num_batched_tokens, max(self.max_num_seqs, model_len))
         self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
-        if self.preemption_method == "swap" and not (self.swap_space or self.swap_space_disk):
+        has_tiers = self.swap_space > 0 or self.swap_space_disk > 0
+        if self.preemption_method == "swap" and not has_tiers:
             raise ConfigError("preemption_method swap has nowhere to swap to; set --swap-space or --swap-space-disk")
+        if self.preemption_method == "recompute" and has_tiers:
+            raise ConfigError("preemption_method recompute swaps nothing; drop --swap-space and --swap-space-disk")
         if not 0 <= self.queue_timeout_s < float("inf"):
             raise ConfigError(f"queue_timeout_s must be 0 or more, not {self.queue_timeout_s}; set --queue-timeout-s")
         if not 0 <= self.seed < 2**63:
