@@ -17,16 +17,13 @@ MAX_KWARG_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionCall:
-    """`logprobs` and `prompt_logprobs` are what to show; `params` may ask the engine for more. `score_only` is
-    `max_tokens: 0` with echo: the prompt is scored, and the one token that the engine must make is not shown."""
+class GeneratingCall:
+    """What completions and chats have in common. `params` may ask the engine for more log-probabilities than `logprobs`
+    and `prompt_logprobs`, the numbers of alternatives to show, or None."""
 
-    prompts: tuple[Prompt, ...]
     params: SamplingParams
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    echo: bool = False
-    score_only: bool = False
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
@@ -36,26 +33,26 @@ class CompletionCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCall:
+class CompletionCall(GeneratingCall):
+    """`score_only` is `max_tokens: 0` with echo: the prompt is scored, and the one token that the engine must make is
+    not shown."""
+
+    prompts: tuple[Prompt, ...]
+    echo: bool = False
+    score_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall(GeneratingCall):
     """`messages` hold role, content and where given name, tool_calls and tool_call_id, as chat templates expect them.
-    `logprobs` is the number of alternatives to show beside each token, or None. `tools` are those that may be called.
-    """
+    `tools` are those that may be called."""
 
     messages: tuple[dict[str, Any], ...]
-    params: SamplingParams
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stream: bool = False
-    include_usage: bool = False
-    priority: int = 0
-    preemptible: bool = True
-    cache_salt: str = ""
-    timeout_s: float | None = None
 
 
 def parse_completion(body: Any, model: ModelFacts) -> CompletionCall:
