@@ -125,8 +125,6 @@ class EngineConfig:
         model_len = _or(self.max_model_len, 1)
         tokens = _or(self.max_num_batched_tokens, max(self.max_num_seqs, model_len))
         self._scheduler(num_blocks=1, max_model_len=model_len, max_num_batched_tokens=tokens)
-        if self.enable_preemption is False and self.time_slice is not None:
-            raise ConfigError("time_slice is for preemption; drop --time-slice or --no-enable-preemption")
         has_tiers = self.swap_space > 0 or self.swap_space_disk > 0
         if self.preemption_method == "swap" and not has_tiers:
             raise ConfigError("preemption_method swap has nowhere to swap to; set --swap-space or --swap-space-disk")

@@ -31,7 +31,6 @@ from tests.runtime.tiny import CONFIG
         ({"swap_space_disk": float("inf")}, "--swap-space-disk"),
         ({"swap_dir": "/tmp"}, "--swap-space-disk"),
         ({"preemption_method": "swap"}, "--swap-space"),
-        ({"enable_preemption": False, "time_slice": 50}, "--time-slice"),
         ({"preemption_method": "recompute", "swap_space": 1.0}, "--swap-space"),
         ({"preemption_method": "drop"}, "--preemption-method"),
         ({"seed": -1}, "--seed"),
