@@ -42,15 +42,23 @@ class Server:
     answers: dict[str, Answer]
     seen: list[Connection] = field(default_factory=list)
     url: str = ""
+    _handlers: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def __aenter__(self) -> "Server":
-        self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        # Before Python 3.12 `wait_closed` leaves answers to clients that have gone to the collector.
+        for handler in self._handlers:
+            handler.cancel()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
         await self._server.wait_closed()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._handlers.append(asyncio.create_task(self._handle(reader, writer)))
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -29,6 +29,7 @@ def make(shape, dtype):
     num_tokens, kv_heads, head_dim, block_size, _ = shape
     rng = fresh_rng()
     kv = rng.standard_normal((2, num_tokens, kv_heads, head_dim)) * rng.lognormal(0, 3, (2, num_tokens, 1, 1))
+    kv = np.clip(kv, -6e4, 6e4)  # what float16 holds
     kv[:, 0, 0] = 0
     slots = rng.permutation(NUM_BLOCKS * block_size)[:num_tokens]
     slots[3::7] = -1
