@@ -24,6 +24,8 @@ class Part(NamedTuple):
 
 # (the parts of a product's weight, the dtype it would have) -> the weight in another layout, or None for FloatWeight.
 Pack = Callable[[tuple[Part, ...], Any], Any]
+# What was packed, by the first part's name, in the order of use -> the same with its arrays joined; empties its input.
+Join = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def fill(
@@ -34,12 +36,13 @@ def fill(
     *,
     may_skip: Set[str] = frozenset(),
     pack: Pack | None = None,
+    join: Join | None = None,
 ) -> Model:
     """`model` (from nnx.eval_shape) with parameter `a.b.weight` made of its parts, stacked along axis 0.
 
-    Values are cast to the parameter's dtype, or packed where `pack` says so; it checks the shapes of what it packs. One
-    parameter's tensors are in memory beside the model at a time. Raises ConfigError for missing, surplus and
-    wrong-shaped tensors, by name.
+    Values are cast to the parameter's dtype, or packed where `pack` says so; it checks the shapes of what it packs.
+    `join` gets all that was packed, in the order of `parts`. One parameter's tensors are in memory beside the model at
+    a time. Raises ConfigError for missing, surplus and wrong-shaped tensors, by name.
     """
     wanted = {part.name for sources in parts.values() for part in sources}
     _refuse("has no", wanted - names)
@@ -48,9 +51,13 @@ def fill(
     flat = nnx.to_flat_state(state)
     unfilled = {".".join(map(str, path)) for path, _ in flat} ^ set(parts)
     assert not unfilled, f"the model's parameters and its parts differ: {unfilled}"
-    filled = [
-        (path, var.replace(_made(var.get_value(), parts[".".join(map(str, path))], get, pack))) for path, var in flat
-    ]
+    abstract = {".".join(map(str, path)): var.get_value() for path, var in flat}
+    made = {name: _made(abstract[name], sources, get, pack) for name, sources in parts.items()}
+    if join is not None:
+        names_of = {parts[name][0].name: name for name, value in made.items() if _is_packed(value)}
+        joined = join({first: made.pop(name) for first, name in names_of.items()})
+        made |= {names_of[first]: value for first, value in joined.items()}
+    filled = [(path, var.replace(made.pop(".".join(map(str, path))))) for path, var in flat]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
@@ -66,6 +73,10 @@ def _made(abstract: Any, sources: tuple[Part, ...], get: Callable[[str], np.ndar
     # Copied, since `get` may give a view of a file that closes later; waited for, so that one tensor is in memory.
     array = jax.block_until_ready(jnp.array(host.astype(shape.dtype, copy=False), copy=True))
     return FloatWeight(array) if is_weight else array
+
+
+def _is_packed(value: Any) -> bool:
+    return not isinstance(value, jax.Array | FloatWeight)
 
 
 def checked(tensor: Tensor, part: Part) -> Tensor:

@@ -14,7 +14,7 @@ from flax import nnx
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.attention import Attention, mixer
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.fill import Pack, Part, fill
+from pagedjax.models.fill import Join, Pack, Part, fill
 from pagedjax.models.layers import Embedding, Linear, RMSNorm, SwiGLU
 from pagedjax.models.stack import run_layers
 from pallas_kernels.ragged_attention import AttentionBackend, KVBlocks, Ragged
@@ -97,26 +97,23 @@ class LlamaForCausalLM(nnx.Module):
         dtype: Any,
         backend: AttentionBackend,
         pack: Pack | None = None,
+        join: Join | None = None,
     ) -> "LlamaForCausalLM":
         """The model with each parameter filled once from `get(name)`, under Hugging Face's names and layout.
 
-        `pack` gives weights in another layout than FloatWeight (see `fill`). Raises ConfigError, by name, for tensors
-        that are missing, too many or of the wrong shape.
+        `pack` gives weights in another layout than FloatWeight, and `join` joins them (see `fill`). Raises ConfigError,
+        by name, for tensors that are missing, too many or of the wrong shape.
         """
         model = nnx.eval_shape(lambda: cls(config, dtype=dtype, backend=backend))
-        return fill(model, parts(config), get, names, may_skip=may_skip(config, names, get), pack=pack)
+        return fill(model, parts(config), get, names, may_skip=may_skip(config, names, get), pack=pack, join=join)
 
 
 def parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Model parameter -> the checkpoint's tensors that make it, stacked along axis 0."""
+    """Model parameter -> the checkpoint's tensors that make it, stacked along axis 0. In the order in which a step uses
+    them; it takes but a few rows of an embedding, unless that is the head too."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found = {
-        "embed_tokens.weight": (Part("model.embed_tokens.weight", (config.vocab_size, hidden)),),
-        "norm.weight": (Part("model.norm.weight", (hidden,)),),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = (Part("lm_head.weight", (config.vocab_size, hidden)),)
+    found: dict[str, tuple[Part, ...]] = {}
     for i in range(config.num_layers):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"layers.{i}.{norm}.weight"] = (Part(f"model.layers.{i}.{norm}.weight", (hidden,)),)
@@ -128,6 +125,10 @@ def parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
         gate_up = {"gate_proj": inner, "up_proj": inner}
         found |= _linear(f"{mlp}.gate_up_proj", mlp, gate_up, hidden, bias=config.mlp_bias)
         found |= _linear(f"{mlp}.down_proj", mlp, {"down_proj": hidden}, inner, bias=config.mlp_bias)
+    found["norm.weight"] = (Part("model.norm.weight", (hidden,)),)
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = (Part("lm_head.weight", (config.vocab_size, hidden)),)
+    found["embed_tokens.weight"] = (Part("model.embed_tokens.weight", (config.vocab_size, hidden)),)
     return found
 
 

@@ -13,13 +13,14 @@ import numpy as np
 from pagedjax.core.errors import ConfigError
 from pagedjax.models import registry
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.fill import Pack
+from pagedjax.models.fill import Join, Pack
 from pagedjax.models.llama import LlamaForCausalLM
 from pagedjax.weights import gguf_llama, int4
 from pagedjax.weights.gguf import open_gguf
 from pagedjax.weights.pack import Layout, PackedWeight, pack_for
 from pagedjax.weights.packed_cache import PackedCache
 from pagedjax.weights.safetensors import SafetensorFiles, open_safetensors
+from pallas_kernels import matmul
 from pallas_kernels.matmul import QuantisedRows
 from pallas_kernels.quant_matmul import Int4Tensor, packing
 from pallas_kernels.ragged_attention import AttentionBackend
@@ -88,6 +89,7 @@ def load_model(
         raise ConfigError(f"dtype {dtype!r} is not supported; set --dtype to one of {', '.join(DTYPES)}")
     with open_checkpoint(path) as checkpoint:
         kind = registry.find(checkpoint.config)
+        join: Join | None = None
         if layout == "w4a16":
             pack: Pack | None = int4.pack_for(checkpoint.get_int4, note=note)
         else:
@@ -97,12 +99,9 @@ def load_model(
                 return pack_for(*tensors, note=note)
 
             pack = make_pack(note) if cache is None else cache.through(Path(path), layout, make_pack, note)
-        model = kind.load(
-            checkpoint.config, checkpoint.get, checkpoint.names, dtype=DTYPES[dtype], backend=backend, pack=pack
-        )
-    if cache is not None:
-        cache.save()
-    return model
+            join = matmul.join if cache is None else cache.join
+        options = {"dtype": DTYPES[dtype], "backend": backend, "pack": pack, "join": join}
+        return kind.load(checkpoint.config, checkpoint.get, checkpoint.names, **options)
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -1,9 +1,9 @@
 """Packed weights kept on disk, so that the next start reads them in place of packing a checkpoint again.
 
 A file holds one checkpoint's weights in one layout. Its name says of which: the hash of the checkpoint's contents, the
-layout, and the version of the packed forms. It is a NumPy archive, whose members have checksums; one that is damaged
-is packed again, and the file is replaced. Weights are read into memory of the process and not mapped: pages of a file
-are small ones, and a decode step takes a fifth longer on those.
+layout, and the version of the packed forms. It is a NumPy archive, whose members have checksums; where it is damaged,
+all is packed again, and the file is replaced. Weights are read into memory of the process and not mapped: pages of a
+file are small ones, and a decode step takes a fifth longer on those.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -21,10 +21,11 @@ import numpy as np
 
 from pagedjax.models.fill import Pack, Part
 from pagedjax.weights.pack import Layout, PackedWeight
-from pallas_kernels.matmul import Grouped4, Grouped8, PackedBf16, packing
+from pallas_kernels import matmul
+from pallas_kernels.matmul import Grouped4, Grouped8, Packed, PackedBf16, packing
 
 _KINDS = {kind.__name__: kind for kind in (PackedBf16, Grouped4, Grouped8)}
-_ABOUT = "about"
+_ABOUT, _DATA = "about", "data"
 # What a damaged or foreign file may raise.
 _DAMAGED = (OSError, EOFError, IndexError, ValueError, KeyError, TypeError, BadZipFile, zlib.error)
 
@@ -35,10 +36,8 @@ class PackedCache:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: Path | None = None
-        self._files = ExitStack()
-        self._archive: Any = None
-        self._found: dict[str, Any] = {}
-        self._kept: dict[str, tuple[Any, PackedWeight]] = {}
+        self._found: dict[str, tuple[Packed, PackedWeight]] = {}
+        self._noted: dict[str, PackedWeight] = {}
         self._num_packed = 0
         self.outcome = "unused"
 
@@ -55,51 +54,34 @@ class PackedCache:
         if pack is None:
             return None
         self._file = self._directory / f"{digest(checkpoint)}-{layout}-{packing.VERSION}.npz"
-        self._open(self._file)
+        with suppress(*_DAMAGED):
+            self._found = _read(self._file)
 
         def taken(parts: tuple[Part, ...], dtype: Any) -> Any:
             name = parts[0].name
-            kept = self._read(name)
+            kept = self._found.pop(name, None)
             if kept is None:
                 kept = pack(parts, dtype), noted[-1]
                 self._num_packed += 1
-            self._kept[name] = kept
+            self._noted[name] = kept[1]
             note(kept[1])
             return kept[0]
 
         return taken
 
-    def save(self) -> None:
-        """Write what had to be packed, once all of it is there. A directory that cannot be written costs the next start
-        its time, not this one its life."""
-        self._files.close()
+    def join(self, weights: dict[str, Packed]) -> dict[str, Packed]:
+        """All weights as one array, which is written if some of it had to be packed. A directory that cannot be written
+        costs the next start its time, not this one its life."""
+        joined = matmul.join(weights)
         if self._file is None or not self._num_packed:
             self.outcome = "unused" if self._file is None else "read"
-            return
+            return joined
         try:
-            _write(self._file, self._kept)
+            _write(self._file, joined, self._noted)
             self.outcome = "written"
         except OSError as error:
             self.outcome = f"not written: {error.strerror or error}"
-        self._kept = {}
-
-    def _open(self, file: Path) -> None:
-        try:
-            # Opened here, since np.load does not close what it finds to be no archive.
-            opened = self._files.enter_context(file.open("rb"))
-            self._archive = self._files.enter_context(np.load(opened, allow_pickle=False))
-            self._found = json.loads(self._archive[_ABOUT].tobytes())
-        except _DAMAGED:
-            self._found = {}
-
-    def _read(self, name: str) -> tuple[Any, PackedWeight] | None:
-        try:
-            about, data = self._found[name], jnp.asarray(self._archive[name])
-            weight = _KINDS[about["kind"]](data, about["num_out"], about["num_in"])
-            noted = about["noted"]
-            return weight, PackedWeight(**{**noted, "encodings": frozenset(noted["encodings"])})
-        except _DAMAGED:
-            return None
+        return joined
 
 
 def digest(checkpoint: Path) -> str:
@@ -114,23 +96,36 @@ def digest(checkpoint: Path) -> str:
     return found.hexdigest()[:32]
 
 
-def _write(file: Path, kept: dict[str, tuple[Any, PackedWeight]]) -> None:
-    about = {
-        name: {
-            "kind": type(weight).__name__,
-            "num_out": weight.num_out,
-            "num_in": weight.num_in,
-            "noted": {**noted._asdict(), "encodings": sorted(noted.encodings)},
-        }
-        for name, (weight, noted) in kept.items()
+def _read(file: Path) -> dict[str, tuple[Packed, PackedWeight]]:
+    # Opened here, since np.load does not close what it finds to be no archive.
+    with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
+        about, data = json.loads(archive[_ABOUT].tobytes()), jnp.asarray(archive[_DATA])
+    return {
+        name: (
+            _KINDS[kind](data, num_out, num_in, offset),
+            PackedWeight(**{**noted, "encodings": frozenset(noted["encodings"])}),
+        )
+        for name, (kind, num_out, num_in, offset, noted) in about.items()
     }
-    arrays = {name: np.asarray(weight.data) for name, (weight, _) in kept.items()}
+
+
+def _write(file: Path, weights: dict[str, Packed], notes: dict[str, PackedWeight]) -> None:
+    about = {
+        name: (type(weight).__name__, weight.num_out, weight.num_in, weight.offset, _plain(notes[name]))
+        for name, weight in weights.items()
+    }
+    (data,) = {id(weight.data): weight.data for weight in weights.values()}.values()
+    arrays = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8), _DATA: np.asarray(data)}
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(partial, "wb") as opened:
-            np.savez(opened, **{_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}, **arrays)
+            np.savez(opened, **arrays)
         os.replace(partial, file)
     finally:
         with suppress(FileNotFoundError):
             partial.unlink()
+
+
+def _plain(noted: PackedWeight) -> dict[str, Any]:
+    return {**noted._asdict(), "encodings": sorted(noted.encodings)}

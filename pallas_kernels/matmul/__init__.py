@@ -8,7 +8,7 @@ without touching models. `preferred` says which layout suits weights of a dtype 
 from pallas_kernels.matmul.choice import LayoutChoice, preferred
 from pallas_kernels.matmul.fused import Norm, linear, rms_norm
 from pallas_kernels.matmul.layouts import FloatWeight, Largest, Layout, fused_argmax, matmul, register, take_rows
-from pallas_kernels.matmul.packed import Grouped4, Grouped8, PackedBf16, pack_floats, pack_quantised
+from pallas_kernels.matmul.packed import Grouped4, Grouped8, Packed, PackedBf16, join, pack_floats, pack_quantised
 from pallas_kernels.matmul.packing import QuantisedRows
 
 __all__ = [
@@ -19,9 +19,11 @@ __all__ = [
     "Layout",
     "LayoutChoice",
     "Norm",
+    "Packed",
     "PackedBf16",
     "QuantisedRows",
     "fused_argmax",
+    "join",
     "linear",
     "matmul",
     "pack_floats",

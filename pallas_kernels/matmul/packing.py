@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 # Of the packed forms, and of how floats are rounded to them: to be raised with any change, as they are kept on disks.
-VERSION = 1
+VERSION = 2
 LANES = 16
 GROUP = 32
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}

@@ -24,7 +24,7 @@ void run(Gemm& g, const GemmKernels& kernels) {
 
 ffi::Error linear(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm, ffi::AnyBuffer bias,
                   ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> out, int32_t format, int64_t num_inputs,
-                  int64_t num_outputs, bool gated, bool fine, float eps) {
+                  int64_t num_outputs, int64_t offset, bool gated, bool fine, float eps) {
   Gemm g{};
   g.format = static_cast<Format>(format), g.fine = fine, g.gated = gated, g.eps = eps;
   g.num_inputs = num_inputs, g.num_outputs = num_outputs, g.num_results = gated ? num_outputs / 2 : num_outputs;
@@ -34,7 +34,7 @@ ffi::Error linear(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm, 
   bool fits = read_floats(x, g.num_rows * num_inputs, &g.x) && read_optional(norm, num_inputs, &scales) &&
               read_optional(bias, num_outputs, &g.bias) &&
               read_optional(residual, g.num_rows * g.num_results, &g.residual) &&
-              read_floats(*out, g.num_rows * g.num_results, &g.out) && !scales.is_bf16 && read_weight(weight, &g);
+              read_floats(*out, g.num_rows * g.num_results, &g.out) && !scales.is_bf16 && read_weight(weight, offset, &g);
   if (!fits) return ffi::Error::InvalidArgument("an array of the product has another size or type than the others say");
   g.norm = static_cast<const float*>(scales.data);
   if (g.num_rows > 0) run(g, PAGEDJAX_AT_LEVEL(gemm_kernels));
@@ -55,6 +55,7 @@ PAGEDJAX_HANDLER(pagedjax_linear, pagedjax::linear,
                     .Attr<int32_t>("format")
                     .Attr<int64_t>("num_inputs")
                     .Attr<int64_t>("num_outputs")
+                    .Attr<int64_t>("offset")
                     .Attr<bool>("gated")
                     .Attr<bool>("fine")
                     .Attr<float>("eps"));

@@ -18,13 +18,14 @@ void join(Largest* kept, const Largest& later) {
 }
 
 ffi::Error argmax(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::Buffer<ffi::S32>> outputs,
-                  ffi::Result<ffi::Buffer<ffi::F32>> values, int32_t format, int64_t num_inputs, int64_t num_outputs) {
+                  ffi::Result<ffi::Buffer<ffi::F32>> values, int32_t format, int64_t num_inputs, int64_t num_outputs,
+                  int64_t offset) {
   Gemm g{};
   g.format = static_cast<Format>(format);
   g.num_inputs = num_inputs, g.num_outputs = g.num_results = num_outputs;
   if (const char* reason = refusal(g)) return ffi::Error::InvalidArgument(reason);
   g.num_rows = x.element_count() / num_inputs;
-  bool fits = read_floats(x, g.num_rows * num_inputs, &g.x) && read_weight(weight, &g) &&
+  bool fits = read_floats(x, g.num_rows * num_inputs, &g.x) && read_weight(weight, offset, &g) &&
               (int64_t)outputs->element_count() == g.num_rows && (int64_t)values->element_count() == g.num_rows;
   if (!fits) return ffi::Error::InvalidArgument("an array of the product has another size or type than the others say");
   if (g.num_rows == 0) return ffi::Error::Success();
@@ -56,4 +57,5 @@ PAGEDJAX_HANDLER(pagedjax_argmax, pagedjax::argmax,
                      .Ret<xla::ffi::Buffer<xla::ffi::F32>>()  // [rows] their values, NaN where any result is
                      .Attr<int32_t>("format")
                      .Attr<int64_t>("num_inputs")
-                     .Attr<int64_t>("num_outputs"));
+                     .Attr<int64_t>("num_outputs")
+                     .Attr<int64_t>("offset"));

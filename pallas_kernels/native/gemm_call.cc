@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t kLeastRowsToShare = 8;
 // Rows of prepared x that stay in the second cache while the blocks of weights pass by.
 constexpr int64_t kRowsAtOnce = 48;
+// Bytes of the next weight that may be fetched early, which a core's second cache has room for.
+constexpr int64_t kFetchedAhead = 512 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -25,10 +27,16 @@ int64_t packed_block_bytes(const Gemm& g) {
   return 0;
 }
 
-bool read_weight(const xla::ffi::AnyBuffer& weight, Gemm* g) {
+bool read_weight(const xla::ffi::AnyBuffer& weight, int64_t offset, Gemm* g) {
+  const auto* whole = static_cast<const uint8_t*>(weight.untyped_data());
+  const auto size = static_cast<int64_t>(weight.size_bytes());
   g->block_bytes = packed_block_bytes(*g);
-  g->weight = static_cast<const uint8_t*>(weight.untyped_data());
-  return static_cast<int64_t>(weight.size_bytes()) == ceil_div(g->num_outputs, kBlockOutputs) * g->block_bytes;
+  g->weight = whole + offset;
+  const int64_t end = offset + ceil_div(g->num_outputs, kBlockOutputs) * g->block_bytes;
+  if (offset < 0 || end > size) return false;
+  const int64_t next = end < size ? end : 0;  // after the last comes the next step's first
+  fetch_when_idle(whole + next, whole + std::min(next + kFetchedAhead, size));
+  return true;
 }
 
 bool read_floats(const xla::ffi::AnyBuffer& buffer, int64_t count, FloatArray* array) {

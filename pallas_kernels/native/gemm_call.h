@@ -9,8 +9,9 @@ namespace pagedjax {
 // Bytes that a block of 16 outputs takes, by the format and the number of inputs.
 int64_t packed_block_bytes(const Gemm& gemm);
 
-// Whether `weight` has as many bytes as the gemm's outputs take; sets where they lie.
-bool read_weight(const xla::ffi::AnyBuffer& weight, Gemm* gemm);
+// Whether `weight` has the bytes that the gemm's outputs take from byte `offset` on; sets where they lie, and has idle
+// threads fetch what lies behind them: the next product's weight, where weights are joined in their order of use.
+bool read_weight(const xla::ffi::AnyBuffer& weight, int64_t offset, Gemm* gemm);
 
 // Whether `buffer` is `count` numbers of float32 or bfloat16; sets `array` to them.
 bool read_floats(const xla::ffi::AnyBuffer& buffer, int64_t count, FloatArray* array);

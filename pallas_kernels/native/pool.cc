@@ -30,13 +30,25 @@ inline void relax() {
 #endif
 }
 
-// Spins until `done()`, looking at the clock now and then. False once `limit` is over.
-template <class Done>
-bool spin_until(const Done& done, std::chrono::microseconds limit) {
+// What is to be fetched next, by whoever waits. A range that is replaced while somebody takes of it costs a few lines
+// that nobody needs.
+std::atomic<const uint8_t*> fetch_next{nullptr}, fetch_end{nullptr};
+
+// Fetches four lines, if any are left; else lets the core's other half work for a moment.
+inline void fetch_or_relax() {
+  const uint8_t* end = fetch_end.load(std::memory_order_relaxed);
+  if (fetch_next.load(std::memory_order_relaxed) >= end) return relax();
+  const uint8_t* line = fetch_next.fetch_add(4 * kCacheLine, std::memory_order_relaxed);
+  for (const uint8_t* past = line + 4 * kCacheLine; line < past; line += kCacheLine) __builtin_prefetch(line);
+}
+
+// Spins until `done()`, calling `idle()` and looking at the clock now and then. False once `limit` is over.
+template <class Done, class Idle>
+bool spin_until(const Done& done, const Idle& idle, std::chrono::microseconds limit) {
   auto start = std::chrono::steady_clock::now();
   for (int turn = 1;; ++turn) {
     if (done()) return true;
-    relax();
+    idle();
     if (turn % 64 == 0 && std::chrono::steady_clock::now() - start > limit) return false;
   }
 }
@@ -57,36 +69,47 @@ class Pool {
 
   void run(int64_t num_items, void (*fn)(void*, int64_t), void* context) {
     std::unique_lock<std::mutex> region(in_region_, std::try_to_lock);
-    if (num_items <= 1 || num_threads_ <= 1 || !region.owns_lock()) {
+    if (num_items <= 1 || num_items > INT32_MAX || num_threads_ <= 1 || !region.owns_lock()) {
       for (int64_t i = 0; i < num_items; ++i) fn(context, i);
       return;
     }
     fn_ = fn, context_ = context, num_items_ = num_items;
     unfinished_.store(num_items, std::memory_order_relaxed);
-    unclaimed_.store(num_items, std::memory_order_release);
+    unclaimed_.store({0, static_cast<int32_t>(num_items)}, std::memory_order_release);
     wake();
-    take_part();
+    take_part(&Pool::claim_last);
     wait_for_others();
   }
 
  private:
-  // Counts down, so that one atomic number says both whether an item is left and which: a latecomer of an earlier
-  // region either gets a valid item of this one, whose fields it then sees, or a number that is not positive.
-  void take_part() {
-    for (;;) {
-      int64_t left = unclaimed_.fetch_sub(1, std::memory_order_acq_rel);
-      if (left <= 0) return;
-      fn_(context_, num_items_ - left);
+  // The items that are left, [first, past): one atomic value says both whether there are any and which, so that a
+  // latecomer of an earlier region either gets a valid item of this one, whose fields it then sees, or none.
+  struct alignas(8) Items {
+    int32_t first, past;
+  };
+
+  // Workers claim from the front, where they fetched while they waited (`fetch_when_idle`), the caller from the back.
+  static int64_t claim_first(Items* left) { return left->first++; }
+  static int64_t claim_last(Items* left) { return --left->past; }
+
+  void take_part(int64_t (*claim)(Items*)) {
+    Items left = unclaimed_.load(std::memory_order_acquire);
+    while (left.first < left.past) {
+      Items rest = left;
+      int64_t item = claim(&rest);
+      if (!unclaimed_.compare_exchange_weak(left, rest, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      fn_(context_, item);
       if (unfinished_.fetch_sub(1) == 1 && is_caller_asleep_.load()) {
         std::lock_guard<std::mutex> lock(sleep_);
         is_done_.notify_one();
       }
+      left = unclaimed_.load(std::memory_order_acquire);
     }
   }
 
   void wait_for_others() {
     auto is_done = [this] { return unfinished_.load() == 0; };
-    if (spin_until(is_done, kCallerSpinTime)) return;
+    if (spin_until(is_done, relax, kCallerSpinTime)) return;
     std::unique_lock<std::mutex> lock(sleep_);
     is_caller_asleep_.store(true);  // before looking again: workers count first, then look for a sleeper
     is_done_.wait(lock, is_done);
@@ -103,14 +126,14 @@ class Pool {
   void work() {
     uint32_t seen = 0;
     for (;;) {
-      if (!spin_until([&] { return num_regions_.load() != seen; }, kSpinTime)) {
+      if (!spin_until([&] { return num_regions_.load() != seen; }, fetch_or_relax, kSpinTime)) {
         std::unique_lock<std::mutex> lock(sleep_);
         num_sleeping_.fetch_add(1);  // before looking again: `wake` counts first, then looks for sleepers
         is_awake_.wait(lock, [&] { return num_regions_.load() != seen; });
         num_sleeping_.fetch_sub(1);
       }
       seen = num_regions_.load();
-      take_part();
+      take_part(&Pool::claim_first);
     }
   }
 
@@ -119,7 +142,7 @@ class Pool {
   void (*fn_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   int64_t num_items_ = 0;
-  alignas(kCacheLine) std::atomic<int64_t> unclaimed_{0};
+  alignas(kCacheLine) std::atomic<Items> unclaimed_{Items{0, 0}};
   alignas(kCacheLine) std::atomic<int64_t> unfinished_{0};
   alignas(kCacheLine) std::atomic<uint32_t> num_regions_{0};
   std::atomic<int> num_sleeping_{0};
@@ -149,6 +172,12 @@ void set_num_threads(int num_threads) { wanted_threads.store(num_threads < 1 ? 1
 int num_threads() { return pool().num_threads(); }
 
 void run_region(int64_t num_items, void (*fn)(void*, int64_t), void* context) { pool().run(num_items, fn, context); }
+
+void fetch_when_idle(const uint8_t* begin, const uint8_t* end) {
+  fetch_end.store(nullptr, std::memory_order_relaxed);
+  fetch_next.store(begin, std::memory_order_relaxed);
+  fetch_end.store(end, std::memory_order_relaxed);
+}
 
 void* scratch(size_t num_bytes) {
   static thread_local Scratch mine;

@@ -38,6 +38,9 @@ void parallel_ranges(int64_t num_items, int64_t pieces_per_thread, int64_t least
   });
 }
 
+// Says what the next region will likely read: threads that wait for it fetch [begin, end) into their caches.
+void fetch_when_idle(const uint8_t* begin, const uint8_t* end);
+
 // At least `num_bytes` of the calling thread's own memory, on a cache line, valid until its next call. The content is
 // undefined. Workers may use it within the caller's region.
 void* scratch(size_t num_bytes);

@@ -32,20 +32,19 @@ _ids = count(1)
 
 def make_model(dtype=jnp.float32, backend=xla.BACKEND, *, pack=None):
     """`pack`, if given, makes each product's weight of its values [out, in]."""
-    rng = np.random.default_rng(0)
-    shapes = {part.name: part.shape for sources in llama.parts(CONFIG).values() for part in sources}
-
-    def get(name):
-        values = rng.standard_normal(shapes[name]).astype(np.float32) * (0.4 if len(shapes[name]) > 1 else 1.0)
-        if name == "model.embed_tokens.weight":
-            values[POISON] = np.nan
-        return values
+    rng, values = np.random.default_rng(0), {}
+    for _, sources in sorted(llama.parts(CONFIG).items()):
+        for name, shape in sources:
+            values[name] = rng.standard_normal(shape).astype(np.float32) * (0.4 if len(shape) > 1 else 1.0)
+    values["model.embed_tokens.weight"][POISON] = np.nan
 
     def packed(parts, _):
-        return pack(np.concatenate([get(part.name) for part in parts]))
+        return pack(np.concatenate([values[part.name] for part in parts]))
 
     model = llama.LlamaForCausalLM
-    return model.load(CONFIG, get, set(shapes), dtype=dtype, backend=backend, pack=packed if pack else None)
+    return model.load(
+        CONFIG, values.__getitem__, set(values), dtype=dtype, backend=backend, pack=packed if pack else None
+    )
 
 
 def make_runner(*, dtype=jnp.float32, cache_dtype=None, pools=None, backend=xla.BACKEND, pack=None, **options):

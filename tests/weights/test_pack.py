@@ -8,6 +8,7 @@ from flax import nnx
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.fill import Part
+from pagedjax.runtime.programs import split_model
 from pagedjax.weights.load import load_model
 from pagedjax.weights.pack import choose_form, describe, pack_for
 from pallas_kernels import native
@@ -126,6 +127,19 @@ def test_any_model_is_quantised_as_it_is_loaded(tiny_hf, layout, kinds):
     model = load_model(tiny_hf(), dtype="float32", backend=xla.BACKEND, layout=layout, note=noted.append)
     assert kinds_of(model) == kinds
     assert len(noted) == 1 + 2 * 4
+
+
+@pytest.mark.parametrize("layout", ["int4", "packed_bf16"])
+def test_packed_weights_are_one_leaf_in_their_order_of_use(tiny_hf, layout):
+    model = load_model(tiny_hf(), dtype="float32", backend=xla.BACKEND, layout=layout)
+    layers = [(x.self_attn.qkv_proj, x.self_attn.o_proj, x.mlp.gate_up_proj, x.mlp.down_proj) for x in model.layers]
+    used = [product.weight.get_value() for product in [*sum(layers, ()), model.embed_tokens]]
+    offsets = [weight.offset for weight in used]
+    assert offsets == sorted(offsets)
+    parts = split_model(model, jax.ShapeDtypeStruct((1, model.config.hidden_size), np.float32))
+    num_norms = 2 * len(layers) + 1
+    assert len(parts.forward_leaves) == len(parts.names) == 1 + num_norms
+    assert [id(leaf) for leaf in parts.head_leaves] == [id(used[0].data)]
 
 
 @needs_native

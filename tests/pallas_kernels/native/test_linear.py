@@ -5,6 +5,7 @@ half a step at most, which bounds the result without saying how it is summed.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.matmul import (
     FloatWeight,
     Norm,
     fused_argmax,
+    join,
     linear,
     matmul,
     pack_floats,
@@ -228,3 +230,28 @@ def test_any_shape(kind, num_rows, num_out, groups, odd):
     weight, values = make(kind, num_out, num_in)
     x = make_x(num_rows, num_in)
     check(jax.jit(matmul)(x, weight), x @ values.T, bound(kind, x, values))
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_joined_weights_share_an_array_and_give_the_same(level, num_rows):
+    alone = {kind: make(kind, num_out, 96)[0] for kind, num_out in zip(FORMATS, (33, 640, 100))}
+    joined = join(dict(alone))
+    assert len({id(weight.data) for weight in joined.values()}) == 1
+    x, ids = make_x(num_rows, 96), np.arange(33)
+    for kind, weight in alone.items():
+        for function in (lambda w: matmul(x, w), lambda w: fused_argmax(w)(x, w), lambda w: take_rows(w, ids)):
+            jax.tree.map(np.testing.assert_array_equal, function(joined[kind]), function(weight))
+    assert join(dict(joined)) == joined
+
+
+def test_joining_takes_the_weights_one_by_one():
+    weights = {kind: make(kind, 48, 32)[0] for kind in FORMATS}
+    join(weights)
+    assert weights == {}
+
+
+@pytest.mark.parametrize("offset", [-64, 64])
+def test_a_weight_that_ends_outside_its_array_is_refused(offset):
+    weight = replace(make("nibbles", 48, 32)[0], offset=offset)
+    with pytest.raises(Exception, match="another size"):
+        jax.block_until_ready(matmul(make_x(1, 32), weight))
