@@ -112,6 +112,18 @@ def test_serve_refuses_what_is_out_of_range(flag, capsys):
     assert flag.partition("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *(f"{name}=" for name in ("--api-keys", "--record", "--otlp-traces-endpoint", "--profile-dir")),
+        "--allowed-hosts=, ,",
+    ],
+)
+def test_serve_refuses_flags_that_say_nothing(flag, capsys):
+    assert cli.run(["serve", "smollm2-135m", flag]) == 2
+    assert f"drop {flag.partition('=')[0]} or" in capsys.readouterr().err
+
+
 def test_serve_names_the_fix_for_a_port_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert cli.run(["serve", "smollm2-135m", "--port", str(taken.getsockname()[1])]) == 2
@@ -430,6 +442,27 @@ def test_remote_chat_without_a_server_is_a_plain_error(capsys):
 def test_engine_flags_are_refused_where_there_is_no_engine(capsys):
     assert cli.run(["chat", "--url", "http://127.0.0.1:9", "--block-size", "32"]) == 2
     assert "--block-size would set up an engine here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "FILE", "--html="],
+        ["keys", "alice", "--tenant="],
+        ["info", "--kernels", "--model="],
+        ["info", "--kernels", "--gpu="],
+        ["chat", "--url="],
+        ["chat", "--url=http://127.0.0.1:9", "--api-key="],
+        ["bench", "serve", "--url="],
+    ],
+)
+def test_commands_refuse_flags_that_say_nothing(words, capsys):
+    try:
+        status = cli.run(words)
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    assert words[-1].partition("=")[0] in capsys.readouterr().err
 
 
 def test_info_says_what_the_native_kernels_are_or_why_there_are_none(monkeypatch):

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _server(args: argparse.Namespace, stack: ExitStack) -> tuple[str, int | None]:
-    if args.url:
+    if args.url is not None:
         if args.engine:
             raise ConfigError("--engine sets up a server of our own; it does not go with --url")
         return normalise_url(args.url), args.server_pid

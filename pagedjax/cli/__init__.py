@@ -101,7 +101,7 @@ def _key_source(path: str | None) -> Any:
     from serving.access.keys import KeySource
 
     found = {"user": os.environ.get("PAGEDJAX_API_KEY"), "admin": os.environ.get("PAGEDJAX_ADMIN_API_KEY")}
-    return KeySource(path, tuple((role, key) for role, key in found.items() if key))
+    return KeySource(path, tuple((role, key) for role, key in found.items() if key is not None))
 
 
 def _keys(args: argparse.Namespace) -> None:

@@ -41,6 +41,13 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type, *, without: f
         )
 
 
+def text(word: str) -> str:
+    """A type for argparse: text that says something."""
+    if not word.strip():
+        raise argparse.ArgumentTypeError("is empty; drop it or give it a value")
+    return word
+
+
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 

@@ -1,9 +1,9 @@
 """What the commands set beside the engine's own configuration: each field is a flag and a key of the --config file."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from pagedjax.cli.flags import option
+from pagedjax.cli.flags import flag_name, option
 from pagedjax.cli.placement import EngineProcess
 from pagedjax.core.errors import ConfigError
 
@@ -54,6 +54,9 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
+        _refuse_empty(self)
+        if self.allowed_hosts is not None and not self.allowed_hosts.strip(", "):
+            raise ConfigError("allowed_hosts names no host; drop --allowed-hosts or name one")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}; set --max-body-bytes")
         if not 0 <= self.drain_timeout_s < float("inf"):
@@ -70,3 +73,14 @@ class ChatOptions:
     temperature: float = option(0.7, "conversation", "0 is greedy, 2 the most random")
     top_p: float = option(1.0, "conversation", "sample from the likeliest tokens that have this probability together")
     max_tokens: int | None = option(None, "conversation", "longest answer in tokens", "up to the context's end")
+
+    def __post_init__(self) -> None:
+        _refuse_empty(self)
+
+
+def _refuse_empty(options: ServeOptions | ChatOptions) -> None:
+    """Raises ConfigError for an empty text where None stands for "not given": it says nothing."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.default is None and isinstance(value, str) and not value.strip():
+            raise ConfigError(f"{field.name} is empty; drop {flag_name(field.name)} or give it a value")

@@ -27,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
     pull.add_argument("model", metavar="MODEL", help=f"a bundled name: {DEFAULT_MODEL}")
     keys = _add_command(commands, "keys", "make an API key, and its entry for the file of --api-keys")
     keys.add_argument("name", metavar="NAME", help="what logs call the key")
-    keys.add_argument("--tenant", metavar="TEXT", help="whose share pays for its requests (default: NAME)")
+    keys.add_argument(
+        "--tenant", type=flags.text, metavar="TEXT", help="whose share pays for its requests (default: NAME)"
+    )
     keys.add_argument("--role", choices=("user", "admin"), default="user", help="admin may drain, abort and see all")
     _add_command(commands, "bench", "measure throughput and latency (pagedjax bench --help says more)")
     replay = _add_command(commands, "replay", "run a recording (serve --record FILE) through the scheduler again")
@@ -35,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--at", type=int, metavar="N", help="stop after N events and show the queues (default: the end)"
     )
-    replay.add_argument("--html", metavar="FILE", help="draw the state there, with all its blocks")
+    replay.add_argument("--html", type=flags.text, metavar="FILE", help="draw the state there, with all its blocks")
     replay.add_argument(
         "--what-if",
         action="append",
@@ -53,12 +55,15 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_kernel_flags(info: argparse.ArgumentParser) -> None:
     info.add_argument("--kernels", action="store_true", help="show the backends of one model alone")
-    info.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    info.add_argument("--model", type=flags.text, metavar="MODEL", help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     info.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     info.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8", "fp8_e4m3"))
     info.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block (default: 16)")
     info.add_argument(
-        "--gpu", metavar="CAPABILITY", help="as on a GPU of that compute capability, 9.0 or 8.0 (default: this machine)"
+        "--gpu",
+        type=flags.text,
+        metavar="CAPABILITY",
+        help="as on a GPU of that compute capability, 9.0 or 8.0 (default: this machine)",
     )
 
 

@@ -55,10 +55,12 @@ def run(path: str, *, at: int | None, html: str | None, what_if: Sequence[str], 
 def replay(session: Session, at: int | None = None) -> Replay:
     """Fold `update` over the session's events, or the first `at` of them, to the first difference.
 
-    Raises ConfigError if there are fewer.
+    Raises ConfigError if there are not so many.
     """
     if at is not None and not 0 <= at <= len(session.events):
-        raise ConfigError(f"the session has {len(session.events)} events; set --at to at most that")
+        raise ConfigError(
+            f"the session has {len(session.events)} events; set --at to 0..{len(session.events)}, not {at}"
+        )
     found = Replay(init(session.config))
     for line, event, recorded in session.events[:at]:
         try:

@@ -140,6 +140,8 @@ def parse_weights(text: str) -> tuple[tuple[str, int], ...]:
         if not (name.strip() and equals and weight.strip().isdecimal()):
             raise ConfigError(f"{part!r} is no name=weight; set --tenant-weights gold=3,silver=2,bronze=1")
         pairs.append((name.strip(), int(weight)))
+    if text.strip() and not pairs:
+        raise ConfigError(f"{text!r} holds no name=weight; set --tenant-weights gold=3,silver=2,bronze=1")
     return weight_pairs(pairs)
 
 

@@ -76,8 +76,9 @@ class StructuredOutputsParams:
         choices = self.choice
         if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
             raise self._wrong("must be a list of texts, and not empty")
-        if not all(isinstance(choice, str) and choice for choice in choices):
-            raise self._wrong("must hold texts that are not empty")
+        wrong = next((i for i, choice in enumerate(choices) if not (isinstance(choice, str) and choice)), None)
+        if wrong is not None:
+            raise self._wrong(f"must hold texts that are not empty, not {choices[wrong]!r:.40} at index {wrong}")
         return tuple(choices)
 
     def _wrong(self, complaint: str) -> RequestError:

@@ -252,8 +252,14 @@ def _check_types(config: EngineConfig) -> None:
         kind = str if get_origin(kinds[0]) is Literal else kinds[0]
         allowed, words = _KINDS[kind]
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-            flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{name} must be {words}, not {value!r}; set {flag}")
+            raise ConfigError(f"{name} must be {words}, not {value!r}; set {_flag(name)}")
+        # Where None stands for "not given", the empty text says nothing.
+        if NoneType in kinds and kind is str and not value.strip():
+            raise ConfigError(f"{name} is empty; drop {_flag(name)} or give it a value")
+
+
+def _flag(name: str) -> str:
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
 
 
 def _refuse_for_gpus(config: EngineConfig) -> None:

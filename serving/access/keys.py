@@ -70,7 +70,11 @@ class KeySource:
     def load(self) -> tuple[ApiKey, ...]:
         """The keys as they are now; none means that nobody is asked for one. Raises ConfigError."""
         keys = read_keys(self.path) if self.path is not None else ()
-        keys += tuple(ApiKey(name=f"environment-{role}", digest=digest(key), role=role) for role, key in self.secrets)
+        for role, key in self.secrets:
+            # An empty one too: whoever sets it means that keys are asked for.
+            if len(key) < MIN_KEY_CHARS:
+                raise ConfigError(f"the environment's {role} key has {len(key)} characters; it needs {MIN_KEY_CHARS}")
+            keys += (ApiKey(name=f"environment-{role}", digest=digest(key), role=role),)
         seen: set[bytes] = set()
         for key in keys:
             if key.digest in seen:

@@ -31,8 +31,11 @@ def read_metadata(value: Any, name: str) -> dict[str, str]:
     pairs = record(value, name)
     if len(pairs) > 16 or any(len(key) > 64 for key in pairs):
         raise RequestError(f"{name} may have 16 keys of 64 characters", param=name)
-    if any(len(string(item, name)) > 512 for item in pairs.values()):
-        raise RequestError(f"{name} values may have 512 characters", param=name)
+    for key, item in pairs.items():
+        if len(string(item, f"{name}.{key}")) > 512:
+            raise RequestError(
+                f"{name}.{key} has {len(item)} characters, at most 512 are allowed", param=f"{name}.{key}"
+            )
     return pairs
 
 

@@ -62,7 +62,9 @@ def wish(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
 _STRUCTURED: dict[str, Check] = {
     "json": schema,
     "regex": string,
-    "choice": lambda value, name: tuple(string(item, name) for item in fields.array(value, name)),
+    "choice": lambda value, name: tuple(
+        string(item, f"{name}[{i}]") for i, item in enumerate(fields.array(value, name))
+    ),
     "grammar": string,
     "json_object": boolean,
     "whitespace_pattern": string,

@@ -51,6 +51,14 @@ def test_what_the_checkpoint_s_head_rules_out_is_refused_before_anything_is_load
         build.build_engine(EngineConfig(**options))
 
 
+def test_a_time_slice_that_nothing_uses_is_told(caplog):
+    for slice_ms, is_told in ((50, True), (0, False), (None, False)):
+        caplog.clear()
+        with pytest.raises(ConfigError, match="no-such-model"):
+            build.build_engine(EngineConfig(model="no-such-model", enable_preemption=False, time_slice=slice_ms))
+        assert ("event=no_effect setting=time_slice" in caplog.text) == is_told
+
+
 def test_a_recording_that_cannot_be_written_is_refused_before_a_model_is_looked_for(tmp_path):
     with pytest.raises(ConfigError, match="--record"):
         build.build_engine(EngineConfig(model="no-such-model", record=str(tmp_path / "missing" / "r")))

@@ -35,6 +35,12 @@ from tests.runtime.tiny import CONFIG
         ({"preemption_method": "drop"}, "--preemption-method"),
         ({"seed": -1}, "--seed"),
         ({"max_queued_requests": 0}, "--max-queued-requests"),
+        ({"record": ""}, "record is empty; drop --record"),
+        ({"served_model_name": " "}, "--served-model-name"),
+        ({"swap_space_disk": 1.0, "swap_dir": ""}, "--swap-dir"),
+        ({"compilation_cache_dir": ""}, "--compilation-cache-dir"),
+        ({"attention_backend": ""}, "--attention-backend"),
+        ({"tenant_weights": ", ,"}, "--tenant-weights"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_flag(fields, flag):

@@ -192,3 +192,13 @@ def test_the_command_fails_on_a_difference_and_on_garbage(tmp_path):
     record(tmp_path / "whole")
     assert run(["replay", str(tmp_path / "whole"), "--what-if", "block_size=64"]) == 2
     assert run(["replay", str(tmp_path / "r"), "--cost", "cpu-xla"]) == 2
+
+
+@pytest.mark.parametrize("at", ["-1", "100000"])
+def test_an_event_that_is_not_in_the_recording_is_refused_with_those_that_are(tmp_path, capsys, at):
+    from pagedjax.cli import run
+
+    record(tmp_path / "r")
+    (session,) = read(tmp_path / "r")
+    assert run(["replay", str(tmp_path / "r"), "--at", at]) == 2
+    assert f"set --at to 0..{len(session.events)}, not {at}" in capsys.readouterr().err

@@ -313,6 +313,15 @@ def test_keys_come_from_the_environment_too(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_key_in_the_environment_that_is_none_opens_no_server(monkeypatch, secret):
+    from pagedjax.cli import _key_source
+
+    monkeypatch.setenv("PAGEDJAX_API_KEY", secret)
+    with pytest.raises(ConfigError, match=f"user key has {len(secret)} characters; it needs 16"):
+        _key_source(None).load()
+
+
 def test_a_new_key_fits_the_entry_that_is_printed_with_it(tmp_path, capsys):
     assert run(["keys", "alice", "--tenant", "gold"]) == 0
     printed = capsys.readouterr()

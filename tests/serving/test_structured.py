@@ -41,6 +41,11 @@ def test_every_spelling_becomes_one_wish(client, engine, ask, fields, wish):
     assert found == StructuredOutputsParams(**{"param": found.param, **wish})
 
 
+def test_a_choice_that_is_no_text_is_named_by_its_place(client):
+    error = client.complete(guided_choice=["a", ""]).json()["error"]
+    assert error["param"] == "guided_choice" and error["message"].endswith("not '' at index 1")
+
+
 def test_plain_text_is_no_wish(client, engine):
     client.chat(response_format={"type": "text"})
     assert engine.submitted[0][1].structured_outputs is None
