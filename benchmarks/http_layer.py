@@ -1,7 +1,7 @@
 """What the HTTP layer costs: time to the first token beside a scripted engine, memory over many requests, throughput
 beside the engine without a server.
 
-    python benchmarks/http_layer.py ttft soak throughput --json benchmarks/results/http_layer.json
+    python benchmarks/http_layer.py ttft soak soak_engine throughput --json benchmarks/results/http_layer.json
 
 Parts that are left out keep the figures that the file has. Where other programs run, `chrt -f 10` before the command
 keeps them out of `ttft`.
@@ -14,12 +14,14 @@ import json
 import multiprocessing
 import os
 import random
+import socket
 import statistics
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import aiohttp
 import psutil
@@ -38,6 +40,8 @@ from serving.server import serve
 MODEL = "smollm2-135m"
 STEP_S = 0.02
 PROMPT = "Tell me how a paged KV cache works, and what it is good for. " * 16
+# Linux's number on most machines; Python has no name for it.
+SO_TIMESTAMPNS = 35
 RSS_BEFORE, RSS_AFTER = 1000, 10_000
 OFFLINE_PROMPTS, OFFLINE_LEN = 48, 64
 
@@ -76,95 +80,141 @@ async def until_ready(url: str) -> None:
 
 
 def ttft(num_streams: int = 32, num_requests: int = 2000) -> dict[str, Any]:
-    """From a request's first byte to its answer's first token, less what the engine took for that."""
+    """From a request's first byte until the first token is at the client's socket, less what the engine took for it.
+
+    `client_*` is what goes by until the client has read it there; it is not in the others.
+    """
     with scripted_server(STEP_S) as (url, pid):
         began_s, server = perf_counter(), psutil.Process(pid)
-        overheads_s = uvloop.run(ask_in_turn(url, num_streams, num_requests))
+        waits = uvloop.run(ask_in_turn(url, num_streams, num_requests))
         wall_s, cpu_s = perf_counter() - began_s, sum(server.cpu_times()[:2])
-    ranked = sorted(1000 * overhead_s for overhead_s in overheads_s)
+    overheads_ms, client_ms = ([1000 * wait[i] for wait in waits] for i in range(2))
     return {
         "num_concurrent": num_streams,
-        "num_requests": len(ranked),
+        "num_requests": len(waits),
         "prompt_bytes": len(PROMPT),
         "step_ms": STEP_S * 1e3,
-        "p50_ms": statistics.median(ranked),
-        "p90_ms": ranked[int(0.90 * len(ranked))],
-        "p99_ms": ranked[int(0.99 * len(ranked))],
-        "max_ms": ranked[-1],
-        "requests_per_s": len(ranked) / wall_s,
+        **percentiles(overheads_ms),
+        **{f"client_{name}": value for name, value in percentiles(client_ms).items()},
+        "requests_per_s": len(waits) / wall_s,
         "server_cpu_share": cpu_s / wall_s,
         "is_real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
     }
 
 
-async def ask_in_turn(url: str, num_streams: int, num_requests: int) -> list[float]:
-    """What each request lost on its way, without the first ones of a connection."""
-    loop, port = asyncio.get_running_loop(), int(url.rpartition(":")[2])
+def percentiles(values_ms: list[float]) -> dict[str, float]:
+    ranked = sorted(values_ms)
+    return {
+        "p50_ms": statistics.median(ranked),
+        "p90_ms": ranked[int(0.90 * len(ranked))],
+        "p99_ms": ranked[int(0.99 * len(ranked))],
+        "max_ms": ranked[-1],
+    }
 
-    async def one_after_another() -> list[float]:
+
+class Wait(NamedTuple):
+    """What one request lost on its way to the client's socket, and from there into the client, in seconds."""
+
+    overhead_s: float
+    client_s: float
+
+
+async def ask_in_turn(url: str, num_streams: int, num_requests: int) -> list[Wait]:
+    """What each request lost, without the first ones of a connection."""
+    port = int(url.rpartition(":")[2])
+
+    async def one_after_another() -> list[Wait]:
         # Not all at one tick.
         await asyncio.sleep(random.random() * 0.4)
-        _, asker = await loop.create_connection(Asker, "127.0.0.1", port)
-        return [await asker.ask() for _ in range(num_requests // num_streams)]
+        with Asker(port) as asker:
+            return [await asker.ask() for _ in range(num_requests // num_streams)]
 
     found = await asyncio.gather(*(one_after_another() for _ in range(num_streams)))
     return [one for each in found for one in each[2:]]
 
 
-class Asker(asyncio.Protocol):
-    """One request after another on a connection. It notes when a first token arrives and does little else, since all
-    streams get theirs at once and a client that parses each would be what is measured."""
+class Asker:
+    """One request after another on a connection. The kernel notes when bytes arrive (SO_TIMESTAMPNS), since all streams
+    get theirs at once, and a client that takes them one by one would be part of what is measured."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._socket.setblocking(False)
         messages = [{"role": "user", "content": PROMPT}]
         self._body = {"model": "scripted", "messages": messages, "stream": True}
 
-    async def ask(self) -> float:
-        """Seconds from sending to the first token, less those that the engine took for it."""
-        self._found_s, self._first = 0.0, b""
+    def __enter__(self) -> "Asker":
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    async def ask(self) -> Wait:
+        """Sends one, and returns at the answer's end. Raises ConnectionError."""
+        self._wait: Wait | None = None
+        self._first = b""
         self._done = asyncio.get_running_loop().create_future()
         # Of different lengths, so that streams do not fall into step.
         body = json.dumps(self._body | {"max_tokens": random.randint(8, 24)}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-        began_s = perf_counter()
-        self._transport.write(head.encode() + body)
-        await self._done
-        return self._found_s - began_s - float(self._first.split(b'"content":"')[2].partition(b'"')[0])
+        self._began_s = time.time()
+        self._socket.send(head.encode() + body)
+        return cast(Wait, await self._done)
 
-    def data_received(self, data: bytes) -> None:
-        if not self._found_s:
+    def _read(self) -> None:
+        data, notes, _, _ = self._socket.recvmsg(65536, 64)
+        if not data:
+            self._done.set_exception(ConnectionError("the server closed a connection"))
+        elif self._wait is None:
             self._first += data
             # The first content is the empty one that comes with the role.
-            if self._first.count(b'"content":"') > 1:
-                self._found_s = perf_counter()
+            _, *contents = self._first.split(b'"content":"')
+            if len(contents) > 1:
+                seconds, nanoseconds = struct.unpack("qq", notes[0][2])
+                arrived_s, engine_s = seconds + nanoseconds / 1e9, float(contents[1].partition(b'"')[0])
+                self._wait = Wait(arrived_s - self._began_s - engine_s, time.time() - arrived_s)
         if data.endswith(b"0\r\n\r\n"):
-            self._done.set_result(None)
+            self._done.set_result(self._wait)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def soak() -> dict[str, Any]:
-    """The server's resident memory after 1,000 requests and after 10,000."""
+    """The server's resident memory after 1,000 requests and after 10,000, beside a scripted engine."""
     with scripted_server(0.001) as (url, pid):
-        server, num_done, sizes = psutil.Process(pid), 0, []
-        for upto in (RSS_BEFORE, RSS_AFTER):
-            asyncio.run(ask_many(url, upto - num_done))
-            num_done = upto
-            time.sleep(1)
-            sizes.append(server.memory_info().rss)
+        return growth(pid, lambda i: BenchRequest(0.0, f"{i} {PROMPT[:200]}", 50, 8), Target(url=url, model="scripted"))
+
+
+def soak_engine() -> dict[str, Any]:
+    """The same of the server and an engine that computes; with so few blocks that all are used by the first look."""
+    with serving(MODEL, {"num_gpu_blocks_override": 512, "max_model_len": 512}, 300.0) as (url, pid):
+        return growth(pid, lambda i: BenchRequest(0.0, f"{i} {PROMPT[:60]}", 20, 2), Target(url=url, model=MODEL))
+
+
+def growth(pid: int, request: Callable[[int], BenchRequest], target: Target) -> dict[str, Any]:
+    """What the process and its children hold after the first requests and after all: numbered ones, so that no two are
+    the same."""
+    num_done, sizes = 0, []
+    for upto in (RSS_BEFORE, RSS_AFTER):
+        asyncio.run(ask_all(target, [request(i) for i in range(num_done, upto)]))
+        num_done = upto
+        time.sleep(1)
+        server = psutil.Process(pid)
+        sizes.append(sum(one.memory_info().rss for one in (server, *server.children(recursive=True))))
     before, after = sizes
     return {"num_requests": RSS_AFTER, "rss_before_bytes": before, "rss_after_bytes": after, "growth": after / before}
 
 
-async def ask_many(url: str, num_requests: int) -> None:
-    target = Target(url=url, model="scripted", ignore_eos=True)
-    requests = [BenchRequest(0.0, f"{i} {PROMPT[:200]}", 50, 8) for i in range(num_requests)]
+async def ask_all(target: Target, requests: list[BenchRequest]) -> None:
     result = await run_load(target, requests, max_concurrency=64)
     figures = serve_figures(result.records, result.wall_s)
-    if figures.num_ok != num_requests:
-        raise SystemExit(f"only {figures.num_ok} of {num_requests} came through: {figures.errors}")
+    if figures.num_ok != len(requests):
+        raise SystemExit(f"only {figures.num_ok} of {len(requests)} came through: {figures.errors}")
 
 
 # ---- throughput ------------------------------------------------------------------------------------------------------
@@ -206,7 +256,12 @@ def throughput(num_rounds: int = 3) -> dict[str, Any]:
     }
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"ttft": ttft, "soak": soak, "throughput": throughput}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "ttft": ttft,
+    "soak": soak,
+    "soak_engine": soak_engine,
+    "throughput": throughput,
+}
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ import pytest
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
-from pagedjax.engine.outputs import EngineError
+from pagedjax.engine.outputs import Delta, EngineError, Update
+from pagedjax.engine.stream import Stream
 from tests.engine.fakes import make_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
@@ -48,6 +49,28 @@ def test_streams_of_many_requests_are_kept_apart():
         return await asyncio.gather(*(text(engine.submit(prompt, PARAMS)) for prompt in prompts))
 
     assert with_engine(scenario)[:3] == ["defgh", "efghi", "fghij"]
+
+
+def test_of_the_streams_that_a_step_feeds_those_at_their_first_token_are_woken_first():
+    async def scenario():
+        woken = []
+
+        async def read(stream):
+            async for _ in stream:
+                woken.append(stream.request_id)
+
+        submissions = [make_engine().prepare("abc", PARAMS, request_id=name) for name in ("old", "new")]
+        streams = [Stream(submission, lambda *_: None) for submission in submissions]
+        readers = [asyncio.create_task(read(stream)) for stream in streams]
+        streams[0].feed(Update("old", Delta(0, "d", (1,))))
+        while woken != ["old"]:
+            await asyncio.sleep(0)
+        for stream in streams:
+            stream.feed(Update(stream.request_id, Delta(0, "e", (2,), finish_reason="length")))
+        await asyncio.gather(*readers)
+        return woken
+
+    assert asyncio.run(scenario()) == ["old", "new", "old"]
 
 
 def test_an_aborted_stream_ends_without_an_error_and_its_blocks_come_back():
