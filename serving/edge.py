@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,6 +20,7 @@ from serving.telemetry.metrics import METHODS, HttpMetrics
 log = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
+LINGER_S = 5.0
 
 
 class Edge:
@@ -50,17 +52,22 @@ class Edge:
         arrival_s = time.monotonic()
         scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers, arrival_s=arrival_s)
         status, first_byte_s = 0, None
+        body = Body(receive, Headers(scope=scope), self._max_body_bytes)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, first_byte_s
             if message["type"] == "http.response.start":
                 status, first_byte_s = message["status"], time.perf_counter() - began
                 MutableHeaders(scope=message).update({"x-request-id": request_id, **headers})
+            elif not message.get("more_body") and not body.is_over and _is_last_request(scope):
+                await send({**message, "more_body": True})
+                await body.drain()
+                message = {"type": "http.response.body"}
             await send(message)
 
         self._metrics.begin()
         try:
-            await self._app(scope, limited(receive, Headers(scope=scope), self._max_body_bytes), send_with_id)
+            await self._app(scope, body, send_with_id)
         except errors.ClientGone as gone:
             notes["error"] = errors.name_of(gone)
         except Exception as error:
@@ -82,25 +89,44 @@ class Edge:
         access_log.write(self._log_form, access_log.Entry(*entry))
 
 
-def limited(receive: Receive, headers: Headers, max_bytes: int) -> Receive:
+class Body:
     """`receive` that refuses bodies over `max_bytes`, announced or not (RequestError body_too_large), and packed ones
     (unsupported_encoding)."""
-    num_bytes = 0
 
-    async def receive_within_limit() -> Message:
-        nonlocal num_bytes
-        if (encoding := headers.get("content-encoding", "identity")) != "identity":
+    def __init__(self, receive: Receive, headers: Headers, max_bytes: int) -> None:
+        self._receive, self._headers, self._max_bytes = receive, headers, max_bytes
+        self._num_bytes = 0
+        self.is_over = False
+
+    async def __call__(self) -> Message:
+        if (encoding := self._headers.get("content-encoding", "identity")) != "identity":
             raise _packed(encoding)
-        announced = headers.get("content-length", "")
-        if announced.isdecimal() and int(announced[:20]) > max_bytes:
-            raise _too_large(max_bytes)
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
+        announced = self._headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        message = await self._take()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
         return message
 
-    return receive_within_limit
+    async def drain(self) -> None:
+        """Forget what still comes, for LINGER_S at most: a connection that is closed over it is reset, and the client
+        that is still sending loses its answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while not self.is_over:
+                    await self._take()
+
+    async def _take(self) -> Message:
+        message = await self._receive()
+        self.is_over = not message.get("more_body", False)
+        return message
+
+
+def _is_last_request(scope: Scope) -> bool:
+    """Whether the connection is closed behind the answer."""
+    return scope.get("http_version") == "1.0" or "close" in Headers(scope=scope).get("connection", "").lower()
 
 
 async def read_body(receive: Receive, limit: asyncio.Timeout) -> bytes:

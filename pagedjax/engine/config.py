@@ -254,7 +254,7 @@ def _check_types(config: EngineConfig) -> None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{name} must be {words}, not {value!r}; set {_flag(name)}")
         # Where None stands for "not given", the empty text says nothing.
-        if NoneType in kinds and kind is str and not value.strip():
+        if NoneType in kinds and isinstance(value, str) and not value.strip():
             raise ConfigError(f"{name} is empty; drop {_flag(name)} or give it a value")
 
 

@@ -70,11 +70,11 @@ class KeySource:
     def load(self) -> tuple[ApiKey, ...]:
         """The keys as they are now; none means that nobody is asked for one. Raises ConfigError."""
         keys = read_keys(self.path) if self.path is not None else ()
-        for role, key in self.secrets:
+        for role, secret in self.secrets:
             # An empty one too: whoever sets it means that keys are asked for.
-            if len(key) < MIN_KEY_CHARS:
-                raise ConfigError(f"the environment's {role} key has {len(key)} characters; it needs {MIN_KEY_CHARS}")
-            keys += (ApiKey(name=f"environment-{role}", digest=digest(key), role=role),)
+            if len(secret) < MIN_KEY_CHARS:
+                raise ConfigError(f"the environment's {role} key has {len(secret)} characters; it needs {MIN_KEY_CHARS}")
+            keys += (ApiKey(name=f"environment-{role}", digest=digest(secret), role=role),)
         seen: set[bytes] = set()
         for key in keys:
             if key.digest in seen:

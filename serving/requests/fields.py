@@ -1,11 +1,14 @@
 """Checks of JSON values. Each returns the value in its Python type or raises RequestError naming the field."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pagedjax.core.errors import RequestError
 
 Check = Callable[[Any, str], Any]
+
+# More than JSON's writers, templates and compilers of schemas can follow in their own recursion is of no use.
+MAX_DEPTH = 100
 
 
 def boolean(value: Any, name: str) -> bool:
@@ -48,6 +51,22 @@ def record(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(value, name, "an object")
     return value
+
+
+def shallow_record(value: Any, name: str) -> dict[str, Any]:
+    """An object that others will walk through, whatever it holds: nested at most MAX_DEPTH deep."""
+    level: list[Any] = [record(value, name)]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _members(outer)]
+        if not level:
+            return value  # type: ignore[no-any-return]
+    raise RequestError(f"{name} is nested more than {MAX_DEPTH} deep", param=name)
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def strings(value: Any, name: str) -> tuple[str, ...]:

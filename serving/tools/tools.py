@@ -51,7 +51,12 @@ def _name(value: Any, name: str) -> str:
     return str(value)
 
 
-_FUNCTION: dict[str, Check] = {"name": _name, "description": string, "parameters": record, "strict": boolean}
+_FUNCTION: dict[str, Check] = {
+    "name": _name,
+    "description": string,
+    "parameters": fields.shallow_record,
+    "strict": boolean,
+}
 
 
 def read_choice(value: Any, name: str) -> ToolChoice:
@@ -166,4 +171,4 @@ def read_arguments(text: str, name: str) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise RequestError(f"{name} must be the text of a JSON object", param=name)
-    return arguments
+    return fields.shallow_record(arguments, name)

@@ -2,11 +2,13 @@
 
 import gzip
 import logging
+import socket
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax.core.errors import ConfigError
+from serving import edge
 from serving.access.keys import KeySource
 from serving.options import ApiOptions
 
@@ -61,6 +63,22 @@ def test_a_body_over_the_limit_is_413_without_a_content_length_too(client_of, en
     answer = client_of(engine, max_body_bytes=1000).request("POST", "/v1/completions", content=parts())
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("num_sent", [30_000_000, 0])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_who_still_sends_gets_its_refusal_before_the_connection_is_closed(
+    FakeEngine, serving_of, monkeypatch, version, num_sent
+):
+    monkeypatch.setattr(edge, "LINGER_S", 5.0 if num_sent else 0.05)
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: a\r\nconnection: close\r\ncontent-length: 30000000\r\n\r\n"
+    with (
+        serving_of(FakeEngine()) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as client,
+    ):
+        client.sendall(head.encode() + bytes(num_sent))
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert b"413" in answer[:20] and b"body_too_large" in answer
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pagedjax.engine.grammar import Grammars
 from serving.app import create_app
 from serving.options import ApiOptions
+from serving.requests.fields import MAX_DEPTH
 from serving.tools import tool_calls, tool_prompt, tools
 from serving.tools.tool_calls import Call, whole_calls
 from serving.tools.tools import ToolChoice
@@ -240,6 +241,20 @@ def test_earlier_calls_and_results_reach_the_template(monkeypatch):
     assert "<tool>noon" in prompt_of(messages=messages)
 
 
+def nested(depth):
+    return {"properties": nested(depth - 1)} if depth else {}
+
+
+DEEP = nested(MAX_DEPTH)
+
+
+def test_a_schema_as_deep_as_is_allowed_comes_back_whole(client):
+    for choice in ("auto", "required"):
+        tool = {"type": "function", "name": "a", "parameters": nested(MAX_DEPTH - 1)}
+        answer = client.post("/v1/responses", {"model": "tiny", "input": "a", "tools": [tool], "tool_choice": choice})
+        assert answer.status_code == 200 and answer.json()["tools"] == [tool]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -247,6 +262,10 @@ def test_earlier_calls_and_results_reach_the_template(monkeypatch):
         ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools[0].function.x"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]},
+            "tools[0].function.parameters",
+        ),
         ({"tools": [TIME, TIME]}, "tools"),
         ({"tools": [TIME] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -263,6 +282,14 @@ def test_earlier_calls_and_results_reach_the_template(monkeypatch):
             {
                 "messages": [
                     {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]},
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": json.dumps(DEEP)}}]}
                 ]
             },
             "messages[0].tool_calls[0].function.arguments",
