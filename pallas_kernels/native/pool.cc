@@ -9,6 +9,8 @@
 #include <new>
 #include <thread>
 
+#include "seat.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -55,10 +57,10 @@ bool spin_until(const Done& done, const Idle& idle, std::chrono::microseconds li
 
 class Pool {
  public:
-  explicit Pool(int num_threads) : num_threads_(num_threads) {
+  explicit Pool(int num_threads) : num_threads_(num_threads), seats_(new Seat[num_threads]) {
     for (int i = 1; i < num_threads; ++i) {
       try {
-        std::thread([this] { work(); }).detach();
+        std::thread([this, i] { work(&seats_[i]); }).detach();
       } catch (const std::system_error&) {  // no more threads to be had: the others do the work
         break;
       }
@@ -77,6 +79,8 @@ class Pool {
     unfinished_.store(num_items, std::memory_order_relaxed);
     unclaimed_.store({0, static_cast<int32_t>(num_items)}, std::memory_order_release);
     wake();
+    int cpu = this_cpu();
+    for (int i = 1; i < num_threads_; ++i) seats_[i].leave(cpu);
     take_part(&Pool::claim_last);
     wait_for_others();
   }
@@ -123,7 +127,7 @@ class Pool {
     is_awake_.notify_all();
   }
 
-  void work() {
+  void work(Seat* seat) {
     uint32_t seen = 0;
     for (;;) {
       if (!spin_until([&] { return num_regions_.load() != seen; }, fetch_or_relax, kSpinTime)) {
@@ -133,11 +137,13 @@ class Pool {
         num_sleeping_.fetch_sub(1);
       }
       seen = num_regions_.load();
+      seat->take();
       take_part(&Pool::claim_first);
     }
   }
 
   const int num_threads_;
+  const std::unique_ptr<Seat[]> seats_;
   std::mutex in_region_;
   void (*fn_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;

@@ -28,8 +28,10 @@ REASON = "from pallas_kernels import native; print(native.unavailable())"
 
 @pytest.fixture(scope="session")
 def pool_driver(tmp_path_factory) -> Path:
-    driver = tmp_path_factory.mktemp("pool") / "driver"
-    sources = [str(HERE / "pool_driver.cc"), str(build.FOLDER / "pool.cc")]
+    return driver_of(tmp_path_factory.mktemp("pool") / "driver", HERE / "pool_driver.cc", build.FOLDER / "pool.cc")
+
+
+def driver_of(driver: Path, *sources: Path) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++")
     subprocess.run(
         [compiler, "-std=c++17", "-O1", "-pthread", f"-I{build.FOLDER}", *sources, "-o", str(driver)], check=True
@@ -42,6 +44,16 @@ def pool_driver(tmp_path_factory) -> Path:
 def test_every_item_runs_once_whoever_calls_at_the_same_time(pool_driver, num_threads):
     done = subprocess.run([pool_driver, str(num_threads)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "0 faults\n")
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity here")
+def test_a_worker_is_sent_away_from_its_callers_cpu_alone(tmp_path):
+    driver = driver_of(tmp_path / "driver", HERE / "seat_driver.cc")
+    done = subprocess.run([driver], capture_output=True, text=True, timeout=60)
+    num_cpus = len(os.sched_getaffinity(0))
+    assert done.stdout.split() == [str(num_cpus), str(num_cpus), str(max(num_cpus - 1, 1))]
+    assert (done.returncode == 0) == (num_cpus > 1)
 
 
 def test_off_is_a_reason():
