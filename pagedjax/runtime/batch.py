@@ -6,6 +6,7 @@ are fresh each step, since the CPU's device may read them in place while the nex
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -84,76 +85,64 @@ def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, 
     Raises SchedulerError for a plan that cannot be right: over the limits, a table that does not cover a row, a token
     that is neither known nor the one just sampled.
     """
-    rows = _columns(plan, tokens, slots)
-    _check(rows, slots, shapes, block_size)
-    num_rows, total = len(rows.starts), int(rows.q_starts[-1])
+    rows = _rows(plan, tokens, slots)
+    _check(rows, shapes, block_size)
+    num_rows, total = len(rows.starts), rows.q_starts[-1]
     num_tokens = size_for(total, shapes.token_sizes)
     packed = np.zeros(packed_size(shapes, num_tokens), np.int32)
     parts = split(packed, shapes, num_tokens)
-    row_of_token = np.repeat(np.arange(num_rows), rows.lengths)
-    positions = np.arange(total) + (rows.starts - rows.q_starts[:-1])[row_of_token]
     parts.block_tables[:num_rows] = slots.tables[rows.slots]
-    parts.positions[:total] = positions
-    blocks = parts.block_tables[row_of_token, positions // block_size]
-    parts.slots[:total] = np.where(rows.writes[row_of_token], blocks * block_size + positions % block_size, -1)
     parts.slots[total:] = -1
+    for row in range(num_rows):
+        _place(parts, rows, row, slots, block_size)
     parts.q_starts[: num_rows + 1] = rows.q_starts
     parts.q_starts[num_rows + 1 :] = total
-    parts.kv_lens[:num_rows] = rows.starts + rows.lengths
+    parts.kv_lens[:num_rows] = rows.ends
     is_decode = total == num_rows
-    parts.num_decode_rows[0] = num_rows if is_decode else np.argmax(rows.lengths != 1)
-    _fill_token_ids(parts.token_ids, rows, slots)
+    parts.num_decode_rows[0] = next((row for row, length in enumerate(rows.lengths) if length != 1), num_rows)
     sampling = np.flatnonzero(rows.samples)
-    parts.picked[: len(sampling)] = rows.q_starts[sampling + 1] - 1
+    parts.picked[: len(sampling)] = np.array(rows.q_starts)[sampling + 1] - 1
     return DeviceBatch(
         num_tokens, is_decode, packed, *_sampler_rows(rows, sampling, slots, shapes), _prompt_scoring(rows)
     )
 
 
 class _Rows(NamedTuple):
-    """The plan's rows as columns."""
+    """The plan's rows as columns. Lists: most steps have so few rows that arrays would take longer."""
 
     entries: list[SequenceTokens]
-    starts: np.ndarray
-    lengths: np.ndarray
-    samples: np.ndarray
-    writes: np.ndarray
-    slots: np.ndarray
-    num_blocks: np.ndarray
-    q_starts: np.ndarray
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    ends: list[int]
+    blocks: tuple[tuple[int, ...], ...]
+    samples: tuple[bool, ...]
+    writes: tuple[bool, ...]
+    slots: list[int]
+    q_starts: list[int]
 
 
-def _columns(plan: StepPlan, tokens: TokenTable, slots: SlotTable) -> _Rows:
+def _rows(plan: StepPlan, tokens: TokenTable, slots: SlotTable) -> _Rows:
     if not plan.rows:
         raise SchedulerError(f"plan {plan.plan_id} has no rows")
     sequence_ids, starts, lengths, blocks, samples, writes = zip(*plan.rows)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise SchedulerError(f"plan {plan.plan_id} has two rows of one sequence")
-    lengths = np.array(lengths)
-    q_starts = np.concatenate([[0], np.cumsum(lengths)])
-    return _Rows(
-        tokens.entries(sequence_ids),
-        np.array(starts),
-        lengths,
-        np.array(samples),
-        np.array(writes),
-        np.array(slots.slots(sequence_ids)),
-        np.array([len(row_blocks) for row_blocks in blocks]),
-        q_starts,
-    )
+    entries, ends = tokens.entries(sequence_ids), [start + length for start, length in zip(starts, lengths)]
+    q_starts = [0, *accumulate(lengths)]
+    return _Rows(entries, starts, lengths, ends, blocks, samples, writes, slots.slots(sequence_ids), q_starts)
 
 
-def _check(rows: _Rows, slots: SlotTable, shapes: Shapes, block_size: int) -> None:
-    _require(rows.lengths.min() > 0 and rows.starts.min() >= 0, lambda: "a row is empty or starts below 0")
+def _check(rows: _Rows, shapes: Shapes, block_size: int) -> None:
+    _require(min(rows.lengths) > 0 and min(rows.starts) >= 0, lambda: "a row is empty or starts below 0")
     most = shapes.token_sizes[-1]
     _require(rows.q_starts[-1] <= most, lambda: f"a plan has {rows.q_starts[-1]} tokens, at most {most} are warmed up")
     num_rows = len(rows.starts)
     most_rows = shapes.max_rows
     _require(num_rows <= most_rows, lambda: f"a plan has {num_rows} rows, at most {most_rows} are warmed up")
-    ends = rows.starts + rows.lengths
+    num_blocks = [len(blocks) for blocks in rows.blocks]
     _require(
-        (rows.num_blocks * block_size >= ends).all(),
-        lambda: f"block tables of {rows.num_blocks} blocks of {block_size} do not cover rows that end at {ends}",
+        all(count * block_size >= end for count, end in zip(num_blocks, rows.ends)),
+        lambda: f"block tables of {num_blocks} blocks of {block_size} do not cover rows that end at {rows.ends}",
     )
 
 
@@ -162,25 +151,30 @@ def _require(holds: bool, complaint: Callable[[], str]) -> None:
         raise SchedulerError(complaint())
 
 
-def _fill_token_ids(token_ids: np.ndarray, rows: _Rows, slots: SlotTable) -> None:
-    num_known = np.array([entry.length for entry in rows.entries])
-    ends = rows.starts + rows.lengths
-    unknown = np.flatnonzero(ends > num_known)
-    is_sampled = (rows.lengths[unknown] == 1) & (slots.sampled_position[rows.slots[unknown]] == rows.starts[unknown])
-    _require(is_sampled.all(), lambda: f"tokens before {ends[unknown]} are neither known nor just sampled")
-    token_ids[rows.q_starts[unknown]] = -1 - rows.slots[unknown]
-    q_starts, starts = rows.q_starts.tolist(), rows.starts.tolist()
-    for row in np.flatnonzero(ends <= num_known).tolist():
-        first, past = q_starts[row], q_starts[row + 1]
-        token_ids[first:past] = rows.entries[row].ids[starts[row] : starts[row] + past - first]
+def _place(parts: StepInputs, rows: _Rows, row: int, slots: SlotTable, block_size: int) -> None:
+    """A row's tokens: their ids, positions and places in the cache."""
+    first, past, start, end = rows.q_starts[row], rows.q_starts[row + 1], rows.starts[row], rows.ends[row]
+    entry, slot, blocks = rows.entries[row], rows.slots[row], rows.blocks[row]
+    is_known = end <= entry.length
+    if not is_known:
+        is_sampled = past - first == 1 and slots.sampled_position[slot] == start
+        _require(is_sampled, lambda: f"tokens before {end} are neither known nor just sampled")
+    if past - first == 1:
+        parts.token_ids[first] = entry.ids[start] if is_known else -1 - slot
+        parts.positions[first] = start
+        parts.slots[first] = blocks[start // block_size] * block_size + start % block_size if rows.writes[row] else -1
+        return
+    parts.token_ids[first:past] = entry.ids[start:end]
+    positions = parts.positions[first:past] = np.arange(start, end)
+    places = parts.block_tables[row, positions // block_size] * block_size + positions % block_size
+    parts.slots[first:past] = places if rows.writes[row] else -1
 
 
 def _sampler_rows(
     rows: _Rows, sampling: np.ndarray, slots: SlotTable, shapes: Shapes
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     num_sampling = len(sampling)
-    sampling_slots = rows.slots[sampling]
-    next_positions = rows.starts[sampling] + rows.lengths[sampling]
+    sampling_slots, next_positions = np.array(rows.slots)[sampling], np.array(rows.ends)[sampling]
     fields = np.zeros((shapes.num_picked, slots.fields.shape[1]), np.int32)
     fields[:num_sampling] = slots.fields[sampling_slots]
     fields[num_sampling:] = slots.fields[slots.num_slots]
@@ -194,8 +188,8 @@ def _prompt_scoring(rows: _Rows) -> tuple[PromptScoring, ...]:
     for row, entry in enumerate(rows.entries):
         if entry.params.prompt_logprobs is None or entry.num_scored >= entry.prompt_len:
             continue
-        start, first = int(rows.starts[row]), entry.num_scored
-        past = min(start + int(rows.lengths[row]) + 1, entry.prompt_len)
+        start, first = rows.starts[row], entry.num_scored
+        past = min(rows.ends[row] + 1, entry.prompt_len)
         _require(start < first, lambda: "a prompt that wants log-probabilities skipped tokens by a prefix hit")
         if first < past:
             sources = np.arange(first - 1, past - 1) - start + rows.q_starts[row]

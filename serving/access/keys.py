@@ -73,7 +73,9 @@ class KeySource:
         for role, secret in self.secrets:
             # An empty one too: whoever sets it means that keys are asked for.
             if len(secret) < MIN_KEY_CHARS:
-                raise ConfigError(f"the environment's {role} key has {len(secret)} characters; it needs {MIN_KEY_CHARS}")
+                raise ConfigError(
+                    f"the environment's {role} key has {len(secret)} characters; it needs {MIN_KEY_CHARS}"
+                )
             keys += (ApiKey(name=f"environment-{role}", digest=digest(secret), role=role),)
         seen: set[bytes] = set()
         for key in keys:
