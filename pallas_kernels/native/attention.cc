@@ -13,15 +13,18 @@
 #include "xla/ffi/api/ffi.h"
 
 PAGEDJAX_DECLARE_LEVELS(AttentionKernels, attention_kernels)
+PAGEDJAX_DECLARE_LEVELS(WriteKV, write_kv)
 
 namespace pagedjax {
 
 size_t attention_scratch_bytes(const CacheShape& cache, int32_t num_queries) {
   // The most that any level takes: see `attend` in attention_isa.cc.
-  constexpr size_t kMostRows = 6, kLine = 64, kNumBuffers = 6, kQueryStride = 256 + 16, kScoreStride = 128 + 16;
-  size_t floats = static_cast<size_t>(num_queries) * (kQueryStride + cache.v_dim + kStateExtra) +
-                  kMostRows * (2 * kScoreStride + cache.v_dim) + 2 * cache.v_dim;
-  return floats * sizeof(float) + kNumBuffers * kLine;
+  constexpr size_t kMostRows = 6, kLine = 64, kNumBuffers = 7, kQueryStride = 256 + 16, kScoreStride = 128 + 16;
+  const size_t floats = static_cast<size_t>(num_queries) * (kQueryStride + cache.v_dim + kStateExtra) +
+                        kMostRows * (2 * kScoreStride + cache.v_dim) + 2 * cache.v_dim;
+  const size_t piece = kPieceTokens * (cache.k_dim + cache.v_dim);
+  const size_t widened = cache.stored == Stored::int8 ? piece + 2 * cache.v_dim : 0;
+  return floats * sizeof(float) + widened * sizeof(uint16_t) + kNumBuffers * kLine;
 }
 
 namespace ffi = xla::ffi;
@@ -29,8 +32,6 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
 namespace {
-
-constexpr int32_t kPieceTokens = 128;
 
 ffi::Error refuse(const std::string& why) { return ffi::Error::InvalidArgument("ragged attention: " + why); }
 
@@ -122,6 +123,7 @@ void run(const AttentionCall& call, const std::vector<AttentionItem>& items, siz
 }
 
 void write(const AttentionCall& call) {
+  const WriteKV write_kv = PAGEDJAX_AT_LEVEL(write_kv);
   parallel_ranges(call.num_tokens, 2, 8, [&](int64_t begin, int64_t end) { write_kv(call, begin, end); });
 }
 

@@ -7,18 +7,18 @@
 // tokens. Each piece gives a *state* (peak, total, output), and states are folded in the order of pieces, whoever
 // computed them. So a query's bits depend on its own context alone: not on the batch, the chunks or the threads.
 //
-//   attention.cc        the FFI handler: checks a call, writes K and V, runs the plan
-//   attention_write.cc  K and V into the cache
-//   attention_plan.cc   from rows to items
-//   attention_isa.cc    an item, once a level of instructions
+//   attention.cc       the FFI handler: checks a call, writes K and V, runs the plan
+//   attention_plan.cc  from rows to items
+//   attention_write_isa.cc and attention_isa.cc, once a level of instructions: K and V into the cache, and an item
 //
 // Layout: a block is [layers, kv_heads, its tokens], in tiles of `tile_tokens` tokens. K of a tile is
 // [k_dim / pack][tile_tokens][pack], so that a vector holds one or two dimensions of 16 tokens and scores need no sum
 // across lanes; V of a tile is [tile_tokens / pack][v_dim][pack]. `pack` is 2 for bfloat16 (vdpbf16ps multiplies pairs),
-// else 1. The layout does not depend on the level. int8 is laid out as bfloat16 is, with a scale a token and KV head for K and
-// one for V, float32, [layers, kv_heads, its tokens] in arrays of their own: K's multiply scores, V's weights.
+// else 1. The layout does not depend on the level. int8 is laid out as bfloat16 is, with a scale a token and KV head for
+// K and one for V, float32, [layers, kv_heads, its tokens] in arrays of their own: K's multiply scores, V's weights.
+// Bytes that meet many queries are widened to bfloat16 first, which holds them exactly, once an item.
 //
-// Bytes: a decode row reads its context once, a prefill tile of about 48 queries the context below it once.
+// Bytes: a decode row reads its context once, a prefill tile of about 96 queries the context below it once.
 #pragma once
 
 #include <stddef.h>
@@ -74,6 +74,9 @@ constexpr int32_t kStateExtra = 16;
 
 constexpr int32_t kNoStates = -1;
 
+// Of a piece at most.
+constexpr int32_t kPieceTokens = 128;
+
 struct AttentionItem {
   const int32_t* tokens;  // packed tokens, in the order of their positions
   int32_t num_tokens, kv_head;
@@ -97,7 +100,7 @@ struct AttentionKernels {
 
 size_t attention_scratch_bytes(const CacheShape& cache, int32_t num_queries);
 
-// K and V of packed tokens [begin, end) into the cache.
-void write_kv(const AttentionCall& call, int64_t begin, int64_t end);
+// What attention_write_isa.cc offers as `write_kv`: K and V of packed tokens [begin, end) into the cache.
+using WriteKV = void (*)(const AttentionCall& call, int64_t begin, int64_t end);
 
 }  // namespace pagedjax

@@ -1,5 +1,7 @@
 // One item of attention, at one level of instructions: see attention.h. Its queries are turned and rounded once, then go
 // through its context piece by piece; attention_passes.h has what is done with a piece.
+#include <type_traits>
+
 #include "attention.h"
 #include "attention_passes.h"
 #include "levels.h"
@@ -28,6 +30,7 @@ struct Passes {
   typename T::Operand* weights;     // [kMaxRows, kScoreStride]
   float* out;                       // [kMaxRows, v_dim]
   typename T::Stored* tail;         // [v_dim, pack]
+  uint16_t* wide;                   // room for a piece of widened bytes and a tail of it
 };
 
 template <class T, int M>
@@ -190,6 +193,18 @@ void find_tiles(const AttentionCall& call, const AttentionItem& item, const Atte
         t < num_later ? tile_at<T>(call, later, call.k_cache, c.k_dim, first * per_piece + t) : piece->tiles[0];
 }
 
+// All queries of the item, several at a time. `seen_of` says how many tokens of the piece a token of the item attends to.
+template <class T, class SeenOf>
+void attend_rows(const Passes<T>& p, const AttentionItem& item, const SeenOf& seen_of, float* states) {
+  const int num_queries = item.num_tokens * p.call.group;
+  for (int first = 0; first < num_queries; first += kMaxRows) {
+    const int rows = num_queries - first < kMaxRows ? num_queries - first : kMaxRows;
+    int seen[kMaxRows];
+    for (int m = 0; m < rows; ++m) seen[m] = seen_of((first + m) / p.call.group);
+    pass_rows<T>(p, rows, first, seen, states);
+  }
+}
+
 template <class T>
 void attend_piece(Passes<T>* p, const AttentionItem& item, const AttentionItem* next, int index, float* states) {
   const AttentionCall& call = p->call;
@@ -199,13 +214,15 @@ void attend_piece(Passes<T>* p, const AttentionItem& item, const AttentionItem* 
     return left < 0 ? 0 : left < piece_tokens ? left : piece_tokens;
   };
   find_tiles<T>(call, item, next, index, seen_of(item.num_tokens - 1), &p->piece);
-  const int num_queries = item.num_tokens * call.group;
-  for (int first = 0; first < num_queries; first += kMaxRows) {
-    const int rows = num_queries - first < kMaxRows ? num_queries - first : kMaxRows;
-    int seen[kMaxRows];
-    for (int m = 0; m < rows; ++m) seen[m] = seen_of((first + m) / call.group);
-    pass_rows<T>(*p, rows, first, seen, states);
+  if constexpr (std::is_same_v<T, Int8>) {
+    if (item.num_tokens * call.group > kMaxRows) {  // each byte is multiplied several times
+      uint16_t* const tail = p->wide + kPieceTokens * (p->piece.k_dim + p->piece.v_dim);
+      const Piece<WideInt8> piece = widen(p->piece, p->wide);
+      const Passes<WideInt8> wide{call, piece, p->queries, p->scores, p->weights, p->out, tail, nullptr};
+      return attend_rows(wide, item, seen_of, states);
+    }
   }
+  attend_rows(*p, item, seen_of, states);
 }
 
 template <class T>
@@ -213,13 +230,14 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
   const CacheShape& c = call.cache;
   const int num_queries = item.num_tokens * call.group, state_size = c.v_dim + kStateExtra;
   Buffers buffers{scratch};
-  Passes<T> p{call, {}, nullptr, nullptr, nullptr, nullptr, nullptr};
+  Passes<T> p{call, {}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   p.piece.tile_tokens = c.tile_tokens, p.piece.k_dim = c.k_dim, p.piece.v_dim = c.v_dim;
   p.queries = buffers.take<typename T::Operand>(num_queries * kQueryStride);
   p.scores = buffers.take<float>(kMaxRows * kScoreStride);
   p.weights = buffers.take<typename T::Operand>(kMaxRows * kScoreStride);
   p.out = buffers.take<float>(kMaxRows * c.v_dim);
   p.tail = buffers.take<typename T::Stored>(2 * c.v_dim);
+  if (T::kScaled) p.wide = buffers.take<uint16_t>(kPieceTokens * (c.k_dim + c.v_dim) + 2 * c.v_dim);
   if (item.first_piece < item.end_piece) take_queries<T>(call, item, p.queries);
 
   float* states = item.after == kNoStates ? buffers.take<float>(num_queries * state_size) : call.states + item.after;

@@ -24,12 +24,12 @@ constexpr int kQueryStride = 256 + 16, kScoreStride = 128 + 16;
 // --- how numbers are stored, and multiplied ---------------------------------------------------------------------------
 
 // `Stored` lies in the cache, `kPack` numbers of a dot product side by side; `Operand` is the other side of a product.
-// Where `kScaled`, each token has scales of its own.
+// Where `kScaled`, each token has scales of its own; where `kNear`, pieces lie in the nearest cache already.
 struct Float32 {
   using Stored = float;
   using Operand = float;
   static constexpr int kPack = 1;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kNear = false;
   using Row = F;
   using Column = F;
   static Row row(const float* p) { return every(*p); }
@@ -42,7 +42,7 @@ struct Float16 {
   using Stored = uint16_t;
   using Operand = float;
   static constexpr int kPack = 1;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kNear = false;
   using Row = F;
   using Column = F;
   static Row row(const float* p) { return every(*p); }
@@ -57,7 +57,7 @@ struct BFloat16 {
   using Stored = uint16_t;
   using Operand = uint16_t;
   static constexpr int kPack = 2;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kNear = false;
   using Row = __m512bh;
   using Column = __m512bh;
   static Row row(const uint16_t* p) {
@@ -87,7 +87,7 @@ struct BFloat16 {
   using Stored = uint16_t;
   using Operand = float;
   static constexpr int kPack = 2;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kNear = false;
   struct Row {
     F first, second;
   };
@@ -108,6 +108,11 @@ struct Int8 : BFloat16 {
 
 #endif
 
+// Bytes that were widened to bfloat16 before.
+struct WideInt8 : BFloat16 {
+  static constexpr bool kScaled = true, kNear = true;
+};
+
 inline void put(float* p, F x) { store(p, x); }
 
 inline void put(uint16_t* p, F x) {
@@ -127,11 +132,40 @@ inline void fetch(const void* p) { __builtin_prefetch(p); }
 // A piece of a context, for one KV head.
 template <class T>
 struct Piece {
-  int num_tiles, tile_tokens, k_dim, v_dim, head_dim;
+  int num_tiles, tile_tokens, k_dim, v_dim;
   // Tiles in the order of use: K's, V's, and what comes after, to be fetched.
   const typename T::Stored* tiles[2 * kMaxPieceTiles + kAhead];
   const float *k_scales[kMaxPieceTiles], *v_scales[kMaxPieceTiles];  // where scaled
 };
+
+// `count` bytes as bfloat16, while those of `later` are fetched.
+inline void widen(const int8_t* from, const int8_t* later, int count, uint16_t* to) {
+  constexpr int kLine = 64;
+  for (int first = 0; first < count; first += kLine) {
+    const int end = first + kLine < count ? first + kLine : count;
+    fetch(later + first);
+#if defined(__AVX512BF16__)
+    for (int i = first; i < end; i += 2 * kLanes) _mm512_storeu_si512(to + i, (__m512i)Int8::column(from + i));
+#else
+    for (int i = first; i < end; ++i) to[i] = static_cast<uint16_t>(bits_of(from[i]) >> 16);
+#endif
+  }
+}
+
+// The piece with its tiles widened into `to`, which has room for them, while what comes after it is fetched.
+inline Piece<WideInt8> widen(const Piece<Int8>& piece, uint16_t* to) {
+  Piece<WideInt8> wide{piece.num_tiles, piece.tile_tokens, piece.k_dim, piece.v_dim, {}, {}, {}};
+  for (int t = 0; t < 2 * piece.num_tiles; ++t) {
+    const int count = piece.tile_tokens * (t < piece.num_tiles ? piece.k_dim : piece.v_dim);
+    widen(piece.tiles[t], piece.tiles[t + kAhead], count, to);
+    wide.tiles[t] = to;
+    to += count;
+  }
+  for (int t = 0; t < kAhead; ++t) wide.tiles[2 * piece.num_tiles + t] = wide.tiles[0];
+  for (int t = 0; t < piece.num_tiles; ++t)
+    wide.k_scales[t] = piece.k_scales[t], wide.v_scales[t] = piece.v_scales[t];
+  return wide;
+}
 
 // Scores of M queries against N vectors of tokens from `first_column` on.
 template <class T, int M, int N>
@@ -152,7 +186,7 @@ void score(const Piece<T>& piece, const typename T::Operand* queries, int first_
     typename T::Column b[N];
     for (int n = 0; n < N; ++n) {
       b[n] = T::column(columns[n] + i * step);
-      fetch(later[n] + i * step);
+      if (!T::kNear) fetch(later[n] + i * step);
     }
     for (int m = 0; m < M; ++m) {
       const typename T::Row a = T::row(queries + m * kQueryStride + i * T::kPack);
@@ -189,7 +223,7 @@ void weigh(const Piece<T>& piece, const typename T::Operand* weights, int seen, 
       typename T::Column b[N];
       for (int n = 0; n < N; ++n) {
         b[n] = T::column(from + n * kLanes * T::kPack);
-        fetch(later + n * kLanes * T::kPack);
+        if (!T::kNear) fetch(later + n * kLanes * T::kPack);
       }
       for (int m = 0; m < M; ++m) {
         const typename T::Row a = T::row(weights + m * kScoreStride + row * T::kPack);

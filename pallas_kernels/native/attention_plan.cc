@@ -7,7 +7,7 @@ namespace pagedjax {
 namespace {
 
 // Queries of an item: enough that a chunk computes more than it reads, few enough to stay in the nearest caches.
-constexpr int32_t kItemQueries = 48;
+constexpr int32_t kItemQueries = 96;
 // Reading a piece costs as much as multiplying this many queries with it.
 constexpr int64_t kReadCost = 8;
 // An item may cost a thread's share divided by this.

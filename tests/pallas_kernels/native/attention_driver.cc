@@ -12,6 +12,7 @@
 #include <vector>
 
 PAGEDJAX_DECLARE_LEVELS(AttentionKernels, attention_kernels)
+PAGEDJAX_DECLARE_LEVELS(WriteKV, write_kv)
 
 using namespace pagedjax;
 
@@ -104,7 +105,7 @@ std::vector<float> run(const Case& c, Level at) {
     call.num_tokens = b->num_tokens, call.qkv = qkv.data(), call.out = out.data();
     call.cos = c.turns ? cos.data() : nullptr, call.sin = c.turns ? sin.data() : nullptr;
     call.slots = b->slots.data(), call.seen = b->seen.data();
-    write_kv(call, 0, b->num_tokens);
+    PAGEDJAX_AT_LEVEL(write_kv)(call, 0, b->num_tokens);
     if (b == &whole) continue;
     const Rows rows{static_cast<int32_t>(c.rows.size()), b->width, b->tables.data(), b->q_starts.data(), b->kv_lens.data()};
     const AttentionPlan plan = plan_attention(call, rows, c.num_threads);

@@ -21,7 +21,7 @@ build() {
   done
   for driver in gemm attention pool; do
     "$cxx" "${flags[@]}" "$drivers/${driver}_driver.cc" "$out"/{pool,library,peak_isa,gemm_isa}.o \
-      "$out"/attention{,_isa,_plan,_write}.o -o "$work/$2-$driver"
+      "$out"/attention{,_isa,_plan,_write_isa}.o -o "$work/$2-$driver"
   done
 }
 

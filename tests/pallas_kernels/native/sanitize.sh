@@ -19,7 +19,7 @@ if [ "$(uname -m)" = x86_64 ]; then
 fi
 have=()
 for level in "${levels[@]}"; do
-  for kernel in gemm peak attention; do
+  for kernel in gemm peak attention attention_write; do
     "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/${kernel}_isa.cc" -o "$work/$kernel-$level.o"
   done
   [ "$level" = plain ] || have+=("-DPAGEDJAX_HAS_${level^^}")
@@ -35,8 +35,8 @@ headers=$(${PYTHON:-.venv/bin/python} -c 'from pallas_kernels.native import buil
 "$work/gemm"
 
 "$cxx" "${address[@]}" "${have[@]}" -isystem "$headers" -c "$native/attention.cc" -o "$work/attention_handler.o"
-"$cxx" "${address[@]}" "${have[@]}" "$drivers/attention_driver.cc" "$native"/attention_{plan,write}.cc "$native/pool.cc" \
-  "$work"/{attention,peak}-*.o "$work"/{attention_handler,library}.o -o "$work/attention"
+"$cxx" "${address[@]}" "${have[@]}" "$drivers/attention_driver.cc" "$native/attention_plan.cc" "$native/pool.cc" \
+  "$work"/{attention,attention_write,peak}-*.o "$work"/{attention_handler,library}.o -o "$work/attention"
 "$work/attention"
 
 "$cxx" "${address[@]}" "$drivers/pool_driver.cc" "$native/pool.cc" -o "$work/pool"

@@ -1,12 +1,12 @@
 // K and V of the step's tokens into the cache: see attention.h for the layout.
-#include "attention.h"
+#include <math.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <type_traits>
+#include "attention.h"
+#include "attention_vectors.h"
+#include "levels.h"
 
 namespace pagedjax {
+namespace PAGEDJAX_LEVEL {
 namespace {
 
 struct Float32 {
@@ -14,6 +14,7 @@ struct Float32 {
   static float get(float x) { return x; }
   static float put(float x) { return x; }
   static constexpr int kPack = 1;
+  static constexpr bool kScaled = false;
 };
 
 struct BFloat16 {
@@ -21,6 +22,7 @@ struct BFloat16 {
   static float get(uint16_t x) { return from_bfloat16(x); }
   static uint16_t put(float x) { return to_bfloat16(x); }
   static constexpr int kPack = 2;
+  static constexpr bool kScaled = false;
 };
 
 struct Float16 {
@@ -28,43 +30,44 @@ struct Float16 {
   static float get(uint16_t x) { return from_float16(x); }
   static uint16_t put(float x) { return to_float16(x); }
   static constexpr int kPack = 1;
+  static constexpr bool kScaled = false;
 };
 
 struct Int8 {
   using Bits = int8_t;
   static int8_t put(float x) { return static_cast<int8_t>(x); }
   static constexpr int kPack = 2;
+  static constexpr bool kScaled = true;
 };
 
 constexpr int32_t kMaxHeadDim = 256;
 
-// Turns `count` numbers into whole ones of -127 to 127 and gives their unit, as kv_blocks.py says; NaN for what is not
-// finite, which so stays no number.
+// Turns `count` numbers, then zeros up to a whole vector, into whole ones of -127 to 127 and gives their unit, as
+// kv_blocks.py says; NaN for what is not finite, which so stays no number.
 float quantise(float* x, int32_t count) {
-  float peak = 0.0f;
-  bool is_finite = true;
+  // Sizes are in the order of their bits, infinity and NaN above all others.
+  int32_t top = 0;
   for (int32_t i = 0; i < count; ++i) {
-    const float size = std::fabs(x[i]);
-    is_finite &= size <= std::numeric_limits<float>::max();
-    peak = size > peak ? size : peak;
+    const int32_t size = bits_of(x[i]) & 0x7fffffff;
+    top = size > top ? size : top;
   }
-  if (!is_finite) {
-    std::fill(x, x + count, 0.0f);
-    return std::numeric_limits<float>::quiet_NaN();
-  }
-  const float unit = peak * static_cast<float>(1.0 / 127.0), inverse = 1.0f / (unit == 0.0f ? 1.0f : unit);
-  // Adding 1.5 * 2^23 leaves no bits behind the point.
-  constexpr float kRounder = 12582912.0f;
-  for (int32_t i = 0; i < count; ++i) x[i] = std::max(-127.0f, std::min(127.0f, x[i] * inverse + kRounder - kRounder));
-  return unit;
+  const bool is_finite = top < 0x7f800000;
+  // What is below the normal numbers counts as zero, as it does on XLA's threads.
+  const float peak = is_finite ? float_of(top) : 0.0f, unit = peak * static_cast<float>(1.0 / 127.0);
+  const F inverse = every(unit < 0x1p-126f ? 0.0f : 1.0f / unit);
+  for (int32_t i = 0; i < count; i += kLanes) store(x + i, is_finite ? nearest(load(x + i) * inverse) : every(0.0f));
+  return is_finite ? unit : NAN;
 }
 
 // Where dimensions of one token lie: groups of `pack` of them `stride` apart (K), or each `stride` apart (V). `from` has
 // zeros up to the padded dimension, which are written too: what lies there is multiplied by zero, and may not be NaN.
 template <class As, int pack>
 void write_head(const float* from, int32_t padded_dim, int64_t stride, typename As::Bits* to) {
-  for (int32_t d = 0; d < padded_dim; d += pack, to += stride)
-    for (int32_t i = 0; i < pack; ++i) to[i] = As::put(from[d + i]);
+  for (int32_t d = 0; d < padded_dim; d += pack, to += stride) {
+    typename As::Bits group[pack];
+    for (int32_t i = 0; i < pack; ++i) group[i] = As::put(from[d + i]);
+    memcpy(to, group, sizeof group);
+  }
 }
 
 template <class Given>
@@ -89,7 +92,7 @@ void write_tokens(const AttentionCall& call, int64_t begin, int64_t end) {
       take_head<Given>(call, token, call.num_heads + h, k);
       take_head<Given>(call, token, call.num_heads + c.num_kv_heads + h, v);
       if (call.cos != nullptr) turn(call, token, k);
-      if constexpr (std::is_same_v<As, Int8>) {
+      if constexpr (As::kScaled) {
         call.k_scales[head * c.block_size + offset] = quantise(k, c.head_dim);
         call.v_scales[head * c.block_size + offset] = quantise(v, c.head_dim);
       }
@@ -111,9 +114,7 @@ void write_as_stored(const AttentionCall& call, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace
-
-void write_kv(const AttentionCall& call, int64_t begin, int64_t end) {
+void write(const AttentionCall& call, int64_t begin, int64_t end) {
   switch (call.given) {
     case Number::float32: return write_as_stored<Float32>(call, begin, end);
     case Number::bfloat16: return write_as_stored<BFloat16>(call, begin, end);
@@ -121,4 +122,10 @@ void write_kv(const AttentionCall& call, int64_t begin, int64_t end) {
   }
 }
 
+}  // namespace
+
+extern const WriteKV write_kv;
+const WriteKV write_kv = write;
+
+}  // namespace PAGEDJAX_LEVEL
 }  // namespace pagedjax
