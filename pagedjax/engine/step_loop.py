@@ -13,6 +13,7 @@ from pagedjax.core.errors import RequestError
 from pagedjax.engine.load import load_of
 from pagedjax.engine.messages import Abort, Add, Command, CountRefused, Dropped, Failed, Refuse, Report, Stepped
 from pagedjax.engine.outputs import Update
+from pagedjax.engine.wake_soon import wake_soon
 
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
@@ -41,6 +42,7 @@ class StepLoop:
 
     def run(self) -> None:
         """Step until told to end. A failure that ends it is told, not raised."""
+        wake_soon()
         try:
             while self._obey():
                 self._report(self.engine.step())
