@@ -1,9 +1,9 @@
 """Have Linux run a thread soon after it wakes, beside threads that compute.
 
-Kernels keep every core busy, and a thread that wakes there waits until the time slice of who runs is over, some 3 ms: as
-long as a decode step. The step loop sleeps most of each step and then has to prepare the next one within it. A thread
-that asks for short slices of its own is let in at once (Linux 6.12, `sched_setattr(2)`); its share of time stays the
-same.
+Kernels keep every core busy, and a thread that wakes there waits until the time slice of who runs is over, some 3 ms:
+as long as a decode step. The step loop sleeps most of each step and then has to prepare the next one within it. A
+thread that asks for short slices of its own is let in at once (Linux 6.12, `sched_setattr(2)`); its share of time stays
+the same.
 """
 
 import ctypes
