@@ -131,6 +131,7 @@ class Generation:
                 if isinstance(self._call, CompletionCall) and self._call.score_only:
                     delta = _Unshown(delta.index)
                 choice.finish_reason = delta.finish_reason
+                choice.num_tokens += len(delta.token_ids)
                 self._num_completion_tokens += len(delta.token_ids)
                 self._active.num_output_tokens = self._num_completion_tokens
                 yield choice, delta

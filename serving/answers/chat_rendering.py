@@ -5,7 +5,7 @@ from typing import Any
 
 from serving.answers import sse
 from serving.answers.logprobs import chat_logprob, prompt_logprobs
-from serving.answers.openai import Choice, Head, body_of, choice_of, open_usage
+from serving.answers.openai import Choice, Head, body_of, choice_of, chunk_usage
 from serving.interfaces import Delta, Tokenizer, TokenLogprobs
 from serving.requests.schemas import ChatCall
 from serving.tools.call_reader import CallPiece
@@ -30,7 +30,7 @@ class ChatRendering:
         calls: tuple[CallPiece, ...] = ()
         if self._call.tools:
             text, calls = self._parsed(choice, delta.text, is_last=is_last)
-        if self._call.logprobs is None and not is_last and not calls:
+        if self._call.logprobs is None and not is_last and not calls and not self._call.continuous_usage:
             return self._template(choice).fill(text) if text else b""
         logprobs = self._logprobs(zip(delta.token_ids, delta.logprobs or ()))
         body: dict[str, Any] = {"content": text} if text else {}
@@ -85,13 +85,13 @@ class ChatRendering:
         body = choice_of(choice, {"delta": delta}, logprobs, end)
         body["finish_reason"] = self._reason(choice, body["finish_reason"])
         chunk = body_of(self._head, "chat.completion.chunk", [body])
-        return sse.event(chunk | open_usage(self._call))
+        return sse.event(chunk | chunk_usage(self._call, choice))
 
     def _template(self, choice: Choice) -> sse.Template:
         if choice.index not in self._templates:
             opened = choice_of(choice, {"delta": {"content": sse.HOLE}}, None)
             chunk = body_of(self._head, "chat.completion.chunk", [opened])
-            self._templates[choice.index] = sse.template(chunk | open_usage(self._call))
+            self._templates[choice.index] = sse.template(chunk | chunk_usage(self._call, choice))
         return self._templates[choice.index]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from serving.answers import sse
 from serving.answers.logprobs import completion_logprobs, prompt_logprobs, prompt_tokens
 from serving.answers.offsets import TextOffsets
-from serving.answers.openai import Choice, Head, body_of, choice_of, open_usage
+from serving.answers.openai import Choice, Head, body_of, choice_of, chunk_usage
 from serving.interfaces import Delta, Tokenizer, TokenLogprobs
 from serving.requests.inputs import Prompt
 from serving.requests.schemas import CompletionCall
@@ -27,7 +27,8 @@ class CompletionRendering:
         return self._event(choice, self._prompt_text(choice), self._prompt_logprobs(choice))
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        if self._call.logprobs is None and delta.finish_reason is None:
+        is_plain = self._call.logprobs is None and delta.finish_reason is None and not self._call.continuous_usage
+        if is_plain:
             return self._template(choice).fill(delta.text) if delta.text else b""
         logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs or ())
         return self._event(choice, delta.text, logprobs, delta)
@@ -84,10 +85,10 @@ class CompletionRendering:
 
     def _event(self, choice: Choice, text: str, logprobs: Any, end: Delta | None = None) -> bytes:
         chunk = body_of(self._head, "text_completion", [choice_of(choice, {"text": text}, logprobs, end)])
-        return sse.event(chunk | open_usage(self._call))
+        return sse.event(chunk | chunk_usage(self._call, choice))
 
     def _template(self, choice: Choice) -> sse.Template:
         if choice.index not in self._templates:
             chunk = body_of(self._head, "text_completion", [choice_of(choice, {"text": sse.HOLE}, None)])
-            self._templates[choice.index] = sse.template(chunk | open_usage(self._call))
+            self._templates[choice.index] = sse.template(chunk | chunk_usage(self._call, choice))
         return self._templates[choice.index]

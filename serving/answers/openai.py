@@ -35,6 +35,7 @@ class Choice:
     offsets: TextOffsets | None = None
     parser: Parser | None = None
     num_calls: int = 0
+    num_tokens: int = 0
     begun: bool = False
 
     def add(self, delta: Delta) -> None:
@@ -81,6 +82,8 @@ def choice_of(
     return body
 
 
-def open_usage(call: CompletionCall | ChatCall) -> dict[str, None]:
-    """Where usage comes at the end, every other chunk says that it is not there yet."""
+def chunk_usage(call: CompletionCall | ChatCall, choice: Choice) -> dict[str, Any]:
+    """Where usage comes at the end, every other chunk says that it is not there yet, or what it is of its choice."""
+    if call.continuous_usage:
+        return {"usage": usage([choice.stream], choice.num_tokens)}
     return {"usage": None} if call.include_usage else {}

@@ -77,7 +77,10 @@ _BY_NAME: dict[str, dict[str, Any]] = {
     "max_completion_tokens": {"type": "integer", "minimum": 1},
     "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
     "metadata": {"type": "object", "additionalProperties": _STRING, "maxProperties": 16},
-    "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN}},
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": _BOOLEAN, "continuous_usage_stats": _BOOLEAN},
+    },
     "seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": admin.MAX_PROFILE_S},
     "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": request_fields.MAX_TIMEOUT_S},
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": request_fields.MAX_SALT_CHARS},

@@ -64,10 +64,21 @@ def _at_least_one(value: Any, name: str) -> int:
     return int(value)
 
 
-def _stream_options(value: Any, name: str) -> bool:
-    """Whether to send usage. OpenAI's obfuscation of chunk sizes is not done here, so only false can be asked."""
-    known: dict[str, Check] = {"include_usage": boolean, "include_obfuscation": one_of(False)}
-    return bool(known_fields(record(value, name), known, f"{name}.").get("include_usage", False))
+def _stream_options(value: Any, name: str) -> dict[str, Any]:
+    """Whether to send usage, and with vLLM's addition whether with every chunk. OpenAI's obfuscation of chunk sizes is
+    not done here, so only false can be asked."""
+    options = known_fields(record(value, name), _STREAM_OPTIONS, f"{name}.")
+    if options.get("continuous_usage_stats") and not options.get("include_usage"):
+        where = f"{name}.continuous_usage_stats"
+        raise RequestError(f"{where} needs include_usage to be true", param=where)
+    return options
+
+
+_STREAM_OPTIONS: dict[str, Check] = {
+    "include_usage": boolean,
+    "continuous_usage_stats": boolean,
+    "include_obfuscation": one_of(False),
+}
 
 
 SAMPLING: dict[str, Check] = {

@@ -19,13 +19,14 @@ MAX_KWARG_CHARS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingCall:
     """What completions and chats have in common. `params` may ask the engine for more log-probabilities than `logprobs`
-    and `prompt_logprobs`, the numbers of alternatives to show, or None."""
+    and `prompt_logprobs`, the numbers of alternatives to show, or None. `continuous_usage` shows each chunk's too."""
 
     params: SamplingParams
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     priority: int = 0
     preemptible: bool = True
     cache_salt: str = ""
@@ -133,9 +134,11 @@ def check_model(given: Mapping[str, Any], model: ModelFacts) -> None:
 
 
 def _delivery(given: Mapping[str, Any]) -> dict[str, Any]:
+    stream_options = given.get("stream_options", {})
     return {
         "stream": given.get("stream", False),
-        "include_usage": given.get("stream_options", False),
+        "include_usage": stream_options.get("include_usage", False),
+        "continuous_usage": stream_options.get("continuous_usage_stats", False),
         "priority": given.get("priority", 0),
         "preemptible": given.get("preemptible", True),
         "cache_salt": given.get("cache_salt", ""),

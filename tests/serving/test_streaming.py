@@ -38,6 +38,16 @@ def test_usage_comes_last_and_every_other_chunk_says_null(client, events, ask):
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
 
 
+@pytest.mark.parametrize("ask", ["complete", "chat"])
+def test_usage_comes_with_every_chunk_where_that_is_asked(client, events, ask):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = events(getattr(client, ask)(stream=True, n=2, stream_options=options))
+    assert last["usage"]["completion_tokens"] == 26
+    for i in range(2):
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"][0]["index"] == i]
+        assert counts == sorted(counts) and counts[-1] == 13 and len(set(counts)) > 2
+
+
 def test_each_choice_begins_with_its_role_and_adds_up(client, events):
     *chunks, _ = events(client.chat(stream=True, n=3))
     for i in range(3):
