@@ -5,6 +5,9 @@ W2  64 requests at once, 32 to 512 words in, 128 tokens out (W2@16: 16 requests)
 W3  Poisson arrivals for 60 s, 32 to 512 words in, 16 to 128 tokens out (W3@2: 2 requests/s)
 W4  64 requests at once with a common prefix of 512 words, 32 words of their own, 64 tokens out
 
+W3 is sustained where, in the second half minute, as many requests end as 0.97 of those that come, and their median TTFT
+is at most 1.2 times the first half's.
+
 Prompts are common words, temperature is 0 and lengths are forced. Each round has prompts of its own, equal for all
 engines, so that no prefix cache answers from the round before. Figures move from machine to machine and hour to hour:
 only ratios within one run compare engines. "other CPU" is what else ran: a round in which it is high counts little.
@@ -44,6 +47,7 @@ from pagedjax.core.errors import ConfigError
 
 HERE = Path(__file__).parent
 W3_SECONDS = 60.0
+LEAST_ENDED, MOST_GROWTH = 0.97, 1.2
 TIMEOUT_S = 900.0
 # What the table shows and the ratios compare: (figure, statistic within it, heading, better is more).
 COLUMNS = (
@@ -212,12 +216,26 @@ def measure(engine: Engine, workload: Workload, round_index: int) -> dict[str, A
         "workload": workload.name,
         "round": round_index,
         "figures": plain(figures),
+        "sustained": sustained(outcome.result.records) if workload.name.startswith("W3") else None,
         "wanted_output_tokens": sum(request.max_tokens for request in workload.requests),
         "peak_memory_bytes": outcome.peak_memory_bytes,
         "engine_cpu_s": outcome.cpu_s,
         "client_cpu_s": outcome.result.client_cpu_s,
         "other_cpu_s": other_s,
     }
+
+
+def sustained(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Whether an engine kept up with arrivals over W3_SECONDS, and by what figures."""
+    half_s = W3_SECONDS / 2
+    ok = [record for record in records if record.status is Status.OK]
+    num_due = sum(record.due_s >= half_s for record in records)
+    num_ended = sum(half_s <= record.end_s < W3_SECONDS for record in ok)
+    halves = [[record.ttft_s for record in ok if (record.due_s >= half_s) is late] for late in (False, True)]
+    if not num_due or not all(halves):
+        return {"ended_of_due": 0.0, "ttft_growth": None, "holds": False}
+    ended, growth = num_ended / num_due, statistics.median(halves[1]) / statistics.median(halves[0])
+    return {"ended_of_due": ended, "ttft_growth": growth, "holds": ended >= LEAST_ENDED and growth <= MOST_GROWTH}
 
 
 def play_rounds(
@@ -292,11 +310,13 @@ def render(summary: dict[str, dict[str, dict[str, float | None]]], baseline: str
 def progress(row: dict[str, Any]) -> str:
     figures = row["figures"]
     errors = "".join(f"; error x {count}: {message}" for message, count in figures["errors"])
+    kept = row["sustained"]
+    pace = "" if kept is None else "; sustained" if kept["holds"] else f"; not sustained: {kept}"
     return (
         f"round {row['round']} {row['workload']:>5} {row['engine']:<14} "
         f"{figures['output_tokens_per_s']:8.1f} out tok/s "
         f"TTFT {_p50_p99(figures['ttft_ms'])} ITL {_p50_p99(figures['itl_ms'])} "
-        f"ok {figures['num_ok']} of {figures['num_ok'] + figures['num_failed']}{errors}"
+        f"ok {figures['num_ok']} of {figures['num_ok'] + figures['num_failed']}{pace}{errors}"
     )
 
 

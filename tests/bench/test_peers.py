@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedjax.bench.metrics import Chunk, RequestRecord, Status
 from pagedjax.core.errors import ConfigError
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "peers.py"
@@ -62,6 +63,29 @@ def test_the_third_workload_lasts_a_minute_at_its_rate(peers):
     assert due_s == sorted(due_s)
     assert 50 < due_s[-1] <= 60
     assert 200 < len(due_s) < 280
+
+
+def record(due_s, ttft_s, total_s, status=Status.OK):
+    chunks = (Chunk(due_s + ttft_s, 1),)
+    return RequestRecord(due_s, due_s, due_s + total_s, chunks, prompt_len=1, output_len=1, status=status)
+
+
+def test_what_keeps_up_is_sustained(peers):
+    kept = peers.sustained([record(i / 2, 0.1, 1.0) for i in range(120)])
+    assert kept == {"ended_of_due": 1.0, "ttft_growth": pytest.approx(1.0), "holds": True}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [record(i / 2, 0.1 + i / 300, 1.0) for i in range(120)],  # a line that grows
+        [record(i / 2, 0.1, 1 + max(0, i - 60) / 4) for i in range(120)],  # ends that lag behind
+        [record(i / 2, 0.1, 1, Status.OK if i % 10 else Status.FAILED) for i in range(120)],
+        [record(0, 0.1, 1, Status.FAILED)],
+    ],
+)
+def test_what_falls_behind_or_fails_is_not(peers, records):
+    assert not peers.sustained(records)["holds"]
 
 
 def test_rounds_have_prompts_of_their_own(peers):
