@@ -3,7 +3,7 @@ beside the engine without a server.
 
     python benchmarks/http_layer.py ttft soak soak_engine throughput --json benchmarks/results/http_layer.json
 
-Parts that are left out keep the figures that the file has. Where other programs run, `chrt -f 10` before the command
+Parts that are left out keep the figures that the file has, with the command and commit that they came from. Where other programs run, `chrt -f 10` before the command
 keeps them out of `ttft`.
 """
 
@@ -269,11 +269,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    figures = {part: PARTS[part]() for part in args.parts}
+    source = origin(__file__)
+    told = {"command": source["command"], "commit": source["git"]["commit"], "load_average": source["load_average"]}
+    figures = {part: PARTS[part]() | told for part in args.parts}
     print(json.dumps(figures, indent=1))
     if args.json:
         kept = json.loads(args.json.read_text())["figures"] if args.json.exists() else {}
-        write_json(args.json, {"schema": SCHEMA, "mode": "http_layer", **origin(__file__), "figures": kept | figures})
+        write_json(args.json, {"schema": SCHEMA, "mode": "http_layer", **source, "figures": kept | figures})
 
 
 if __name__ == "__main__":
