@@ -3,8 +3,8 @@ beside the engine without a server.
 
     python benchmarks/http_layer.py ttft soak soak_engine throughput --json benchmarks/results/http_layer.json
 
-Parts that are left out keep the figures that the file has, with the command and commit that they came from. Where other programs run, `chrt -f 10` before the command
-keeps them out of `ttft`.
+Parts that are left out keep the figures that the file has, with the command and commit that they came from. Where other
+programs run, `chrt -f 10` before the command keeps them out of `ttft`.
 """
 
 import argparse
