@@ -19,9 +19,12 @@ if [ "$(uname -m)" = x86_64 ]; then
 fi
 have=()
 for level in "${levels[@]}"; do
+  compilers=()
   for kernel in gemm peak attention attention_write; do
-    "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/${kernel}_isa.cc" -o "$work/$kernel-$level.o"
+    "$cxx" "${address[@]}" ${isa[$level]} "-DPAGEDJAX_LEVEL=$level" -c "$native/${kernel}_isa.cc" -o "$work/$kernel-$level.o" &
+    compilers+=($!)
   done
+  for compiler in "${compilers[@]}"; do wait "$compiler"; done
   [ "$level" = plain ] || have+=("-DPAGEDJAX_HAS_${level^^}")
 done
 
