@@ -5,6 +5,7 @@ are free for any step enqueued later) and scatters others into the cache. Here o
 bytes to and from the tier's pool, so a slow disk holds up nobody else. The engine's thread never waits but in `poll`.
 """
 
+import math
 import queue
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from pagedjax.core.config import SchedulerConfig, num_blocks_for
 from pagedjax.core.errors import SchedulerError
 from pagedjax.core.plan import Tier
 from pagedjax.runtime.pinned import PinnedPool
+from pallas_kernels.aligned import aligned_bytes
 
 COPY_SIZES = (1, 4, 16, 64, 256)
 # On a host, beyond it the C library maps and clears fresh memory for every array: 64 blocks of 737 KB took 27 ms, 32
@@ -267,18 +269,10 @@ def _read(transfer: _Transfer, shapes: list[tuple[int, int]], word: Any, pool: A
 
 def _brought(block_ids: tuple[int, ...], shape: tuple[int, int], word: Any, pool: Pool) -> jax.Array:
     # Fresh each time and never written again: a CPU device keeps it as it is.
-    values = _aligned(shape, word)
+    values = aligned_bytes(math.prod(shape) * np.dtype(word).itemsize).view(word).reshape(shape)
     for row, block_id in zip(values.view(np.uint8), block_ids):
         pool.read(block_id, row)
     return jax.device_put(values)
-
-
-def _aligned(shape: tuple[int, int], word: Any) -> np.ndarray:
-    """An array that starts at a multiple of 64 bytes, as XLA:CPU wants them: another one it would copy."""
-    num_bytes = shape[0] * shape[1] * np.dtype(word).itemsize
-    room = np.zeros(num_bytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + num_bytes].view(word).reshape(shape)
 
 
 def _describe(problem: Exception) -> str:

@@ -14,18 +14,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from pagedjax.models.fill import Pack, Part
 from pagedjax.weights.pack import Layout, PackedWeight
 from pallas_kernels import matmul
+from pallas_kernels.aligned import aligned_bytes
 from pallas_kernels.matmul import Grouped4, Grouped8, Packed, PackedBf16, packing
 
 _KINDS = {kind.__name__: kind for kind in (PackedBf16, Grouped4, Grouped8)}
 _ABOUT, _DATA = "about", "data"
+_PIECE_BYTES = 1 << 24
 # What a damaged or foreign file may raise.
 _DAMAGED = (OSError, EOFError, IndexError, ValueError, KeyError, TypeError, BadZipFile, zlib.error)
 
@@ -99,7 +101,8 @@ def digest(checkpoint: Path) -> str:
 def _read(file: Path) -> dict[str, tuple[Packed, PackedWeight]]:
     # Opened here, since np.load does not close what it finds to be no archive.
     with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-        about, data = json.loads(archive[_ABOUT].tobytes()), jnp.asarray(archive[_DATA])
+        about = json.loads(archive[_ABOUT].tobytes())
+        data = jax.device_put(_read_bytes(archive.zip, f"{_DATA}.npy"), may_alias=True)
     return {
         name: (
             _KINDS[kind](data, num_out, num_in, offset),
@@ -107,6 +110,22 @@ def _read(file: Path) -> dict[str, tuple[Packed, PackedWeight]]:
         )
         for name, (kind, num_out, num_in, offset, noted) in about.items()
     }
+
+
+def _read_bytes(archive: ZipFile, member: str) -> np.ndarray:
+    """A member's array of bytes where the device takes it, so that it is in memory once."""
+    with archive.open(member) as stream:
+        np.lib.format.read_magic(stream)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        if len(shape) != 1 or dtype != np.uint8:
+            raise ValueError(f"{member} holds no bytes")
+        values, end = aligned_bytes(shape[0]), 0
+        while piece := stream.read(_PIECE_BYTES):
+            start, end = end, end + len(piece)
+            values[start:end] = np.frombuffer(piece, np.uint8)
+    if end != len(values):
+        raise EOFError(f"{member} has another length than it says")
+    return values
 
 
 def _write(file: Path, weights: dict[str, Packed], notes: dict[str, PackedWeight]) -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
+from pallas_kernels.aligned import ALIGNMENT, aligned_bytes
 from pallas_kernels.matmul import packing
 from pallas_kernels.matmul.fused import Norm
 from pallas_kernels.matmul.layouts import Largest, Layout, register
@@ -85,14 +86,14 @@ def join(weights: dict[Key, Packed]) -> dict[Key, Packed]:
     than one is in memory twice."""
     if len({id(weight.data) for weight in weights.values()}) <= 1:
         return weights
-    sizes = [-(-weight.data.nbytes // _ALIGNMENT) * _ALIGNMENT for weight in weights.values()]
-    whole = np.empty(sum(sizes), np.uint8)
+    sizes = [-(-weight.data.nbytes // ALIGNMENT) * ALIGNMENT for weight in weights.values()]
+    whole = aligned_bytes(sum(sizes))
     places = {}
     for name, offset in zip(list(weights), accumulate(sizes, initial=0)):
         weight = weights.pop(name)
         whole[offset : offset + weight.data.nbytes] = np.asarray(weight.data).reshape(-1).view(np.uint8)
         places[name] = replace(weight, data=None, offset=offset)
-    data = jnp.asarray(whole)
+    data = jax.device_put(whole, may_alias=True)
     return {name: replace(place, data=data) for name, place in places.items()}
 
 
@@ -140,7 +141,6 @@ def _take_rows(weight: Packed, ids: jax.Array) -> jax.Array:
 
 
 _NONE = np.zeros(0, np.float32)
-_ALIGNMENT = 64  # bytes of a cache line
 
 
 def _sizes(weight: Packed) -> dict[str, Any]:
