@@ -141,7 +141,8 @@ def _figures(report: SimReport) -> str:
 
 
 def arrivals(session: Session) -> list[SimRequest]:
-    """The requests of a session for the simulator: each as long as it became. (Beams' children are left out.)"""
+    """The requests of a session for the simulator: each as long as it became. (Beams' children are left out, and every
+    token is sampled there.)"""
     accepted: Counter[int] = Counter()
     for _, event, _ in session.events:
         if isinstance(event, StepDone):

@@ -1,4 +1,9 @@
-"""What a finished step leaves behind: tokens accepted, blocks named, sequences ended, children born."""
+"""What a finished step leaves behind: tokens accepted, blocks named, sequences ended, children born.
+
+Behind a sampled token others may be *forced* (`RowResult`): they are accepted with it, and computed like a prompt's, in
+one chunk. A row in flight that was to sample the first of them ends before the sequence's last token then; what it
+samples is known, and counts no more.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,11 +29,12 @@ _REASONS = frozenset(FinishReason)
 _ENDED = (Phase.FINISHING, Phase.ABORTING)
 # Half the time of an attribute by name, for what is read of every row of every step.
 _SEQUENCE_ID, _CHILDREN = itemgetter(0), itemgetter(RowResult._fields.index("children"))
+_SAMPLES, _NUM_ACCEPTED = itemgetter(Row._fields.index("samples")), itemgetter(1)
 
 
 def step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]:
     plan = _oldest_plan(state, event)
-    tenants = _refunded(state, plan)
+    tenants = _settled(state, plan, event.results)
     sequences = {s.request.sequence_id: s for s in state.running}
     for row, result in zip(plan.rows, event.results):
         sequence_id = row[0]
@@ -52,13 +58,20 @@ def step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]
     return state, effects + drained + more
 
 
-def _refunded(state: State, plan: StepPlan) -> Tenants:
-    """The accounts without what was charged for tokens that are thrown away: their sequences had ended already."""
-    ended = {s.sequence_id: s.request.tenant for s in state.running if s.phase in _ENDED}
-    if not ended:
+def _settled(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -> Tenants:
+    """The accounts with each new token paid once. A sample was when it was planned: those that are thrown away, since
+    their sequences had ended or they are known, are refunded. Forced tokens cost as much as sampled ones."""
+    have_ended = any(s.phase in _ENDED for s in state.running)
+    if not have_ended and list(map(_SAMPLES, plan.rows)) == list(map(_NUM_ACCEPTED, results)):
         return state.tenants
-    thrown_away = Counter(ended[row.sequence_id] for row in plan.rows if row.samples and row.sequence_id in ended)
-    return charge(state.tenants, {tenant: -SAMPLE_COST * count for tenant, count in thrown_away.items()})
+    sequences, num_owed = {s.sequence_id: s for s in state.running}, Counter[str]()
+    for row, result in zip(plan.rows, results):
+        sequence = sequences[row.sequence_id]
+        if sequence.phase in _ENDED or not _is_due(sequence, row):
+            num_owed[sequence.request.tenant] -= row.samples
+        elif result.num_accepted > 1:
+            num_owed[sequence.request.tenant] += result.num_accepted - 1
+    return charge(state.tenants, {tenant: SAMPLE_COST * num for tenant, num in num_owed.items() if num})
 
 
 def _oldest_plan(state: State, event: StepDone) -> StepPlan:
@@ -91,10 +104,11 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         stay,
     ) = sequence
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
+        is_due = samples and start + length == num_tokens
         num_tokens += num_accepted
-        if num_accepted != samples or end is not None or num_tokens - request.prompt_len >= request.max_tokens:
-            awaits_choice = request.needs_confirmation and not num_accepted and end is None
-            if not awaits_choice:
+        if num_accepted != is_due or end is not None or num_tokens - request.prompt_len >= request.max_tokens:
+            num_expected = max(num_expected, num_tokens)
+            if not _goes_on(sequence, row, result):
                 phase, finish = next_phase(phase, Cause.FINISH), _reason(sequence, row, result)
         if new_names and stay.named:
             names += new_names
@@ -117,9 +131,30 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
     return tuple.__new__(Sequence, accepted)
 
 
+def _is_due(sequence: Sequence, row: Row) -> bool:
+    """Whether a row gives a token: it samples one, which was not forced while it ran."""
+    return row.samples and row.start + row.length == sequence.num_tokens
+
+
+def _goes_on(sequence: Sequence, row: Row, result: RowResult) -> bool:
+    """Whether a sequence does whose row has not just given the token that was due: it awaits a choice, or others are
+    forced behind that token."""
+    request = sequence.request
+    if result.finish is not None or not _is_due(sequence, row):
+        return False
+    if request.needs_confirmation:
+        return not result.num_accepted
+    num_output = sequence.num_tokens + result.num_accepted - request.prompt_len
+    return result.num_accepted > 1 and num_output < request.max_tokens
+
+
 def _reason(sequence: Sequence, row: Row, result: RowResult) -> FinishReason:
     """Why a sequence ends with this row. Raises if the result is neither an end nor what a row gives that goes on."""
-    if result.num_accepted not in (0, row.samples) or (result.finish is None and result.num_accepted != row.samples):
+    request = sequence.request
+    most = 1 if request.needs_confirmation else request.prompt_len + request.max_tokens - sequence.num_tokens
+    most = most if _is_due(sequence, row) else 0
+    least = 1 if most and result.finish is None else 0
+    if not least <= result.num_accepted <= most:
         raise SchedulerError(f"row {row} cannot accept {result.num_accepted} tokens")
     if result.finish is None:
         raise SchedulerError(f"sequence {sequence.sequence_id} has all its tokens and is not finished")

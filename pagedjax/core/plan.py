@@ -62,8 +62,9 @@ class Fork(NamedTuple):
 class RowResult(NamedTuple):
     """What one row of a plan gave, in the plan's row order.
 
-    `num_accepted` tokens were sampled and kept (0 for a chunk that does not reach the prompt's end, and for one that
-    `needs_confirmation` if its token is to be chosen later).
+    `num_accepted` tokens are new: the one sampled and those that are *forced* behind it, which nobody need sample
+    (jump-forward: a grammar allows no others). It is 0 for a chunk that does not reach the prompt's end, for one that
+    `needs_confirmation` if its token is to be chosen later, and for a row whose token was forced while it ran.
     `finish` is why the sequence ended, or None; "abort" says that the row failed, so that nobody may share what it
     wrote. `block_hashes` are those of blocks that the accepted tokens complete, continuing the chain of
     `Arrived.block_hashes`. `children` are forks of the sequence, which goes on or ends beside them (beams).

@@ -1,8 +1,8 @@
 """Tenants: who has been served how much, and whose turn it is.
 
 Fair sharing after VTC (Sheng et al., "Fairness in Serving Large Language Models", OSDI'24). *Service* is measured in
-service tokens: a prompt token costs 1 when its computation is planned, a sampled token 2. What a sequence has computed
-before costs nothing when it is computed again, and a sampled token that is thrown away is refunded. A tenant's
+service tokens: a prompt token costs 1 when its computation is planned, a sampled or forced token 2. What a sequence has
+computed before costs nothing when it is computed again, and a sampled token that is thrown away is refunded. A tenant's
 *counter* grows by service / weight, so the tenant with the least counter has the next turn.
 
 A tenant is *backlogged* while it has somebody in line. Whoever becomes backlogged starts at no less than the least

@@ -385,7 +385,7 @@ class Engine:
     def _mask(self, row: Row) -> np.ndarray | None:
         """The tokens that a row's grammar allows, int32 [1, words], if it has one; a fault ends its request alone."""
         live = self._live[row.sequence_id]
-        if live.grammar is None or live.ended or not row.samples:
+        if live.grammar is None or live.ended or not row.samples or self._rows.is_known(row):
             return None
         mask = np.empty((1, self._grammars.num_words), np.int32)
         try:

@@ -54,6 +54,16 @@ class GrammarState:
         self._check()
         return bool(self._matcher.is_stopped())
 
+    def forced(self) -> int | None:
+        """The token that must come next, if the mask allows only that one and it stands for text. Raises RequestError.
+
+        llguidance forces a token only where it tokenises like the model, and then masks all others: what is forced is
+        what would be sampled. Only the first of a run is, since the others may be split otherwise once it is there.
+        """
+        token_ids = self._matcher.compute_ff_tokens()
+        self._check()
+        return int(token_ids[0]) if token_ids else None
+
     def fill(self, mask: np.ndarray) -> None:
         """The tokens that may follow as bits of int32 [1, ceil(vocab / 32)], lowest first. Raises RequestError."""
         fill_next_token_bitmask(self._matcher, mask)

@@ -11,6 +11,7 @@ from pagedjax.engine.detokenizer import Detokenizer
 from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.outputs import TokenLogprobs
 from pagedjax.engine.submission import Submission
+from pagedjax.runtime.sampler import needs_adjusting
 from pagedjax.runtime.tokens import SequenceTokens
 
 if TYPE_CHECKING:
@@ -87,6 +88,16 @@ def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str
     if finish is not None:
         text += live.detokenizer.finish()
     return text, finish, reason
+
+
+def next_forced(live: Live) -> int | None:
+    """The token that a sequence's grammar leaves no choice but to come next (jump-forward), else None.
+
+    None too where the token must be sampled all the same: its log-probability is wanted, or the device counts what it
+    samples (penalties, min_tokens). Raises RequestError when its grammar cannot go on."""
+    if live.grammar is None or live.params.logprobs is not None or needs_adjusting(live.params):
+        return None
+    return live.grammar.forced()
 
 
 def new_hash(live: Live, tokens: SequenceTokens, block_size: int) -> tuple[bytes, ...]:

@@ -84,6 +84,7 @@ class Lives:
         self._of_sequence: dict[int, _Life] = {}
         self._in_line: set[int] = set()
         self._started: set[int] = set()
+        self._resuming: set[int] = set()
         self._tokenless: set[int] = set()
 
     def begin(self, request_id: str, request: Request, now_us: int) -> None:
@@ -125,6 +126,7 @@ class Lives:
                 self._planned(plan, now_us)
             case Preempt(sequence_id, num_lost_tokens, method, reason):
                 self._in_line.add(sequence_id)
+                self._resuming.add(sequence_id)
                 facts = {"reason": reason, "method": method, "lost_tokens": num_lost_tokens}
                 self._add(now_us, sequence_id, "preempted", **facts)
             case SwapOut(transfer_id, tier, moves):
@@ -148,9 +150,13 @@ class Lives:
                 self._started.add(sequence_id)
                 word, known = ("admitted", "cached_tokens") if is_first else ("resumed", "kept_tokens")
                 self._add(now_us, sequence_id, word, **{known: row.start})
-            if row.length > 1 or not row.samples or is_first:
+            is_chunk = row.length > 1 or not row.samples or is_first
+            # Behind its first token one computes a chunk too where a grammar has forced several: that is decoding.
+            if is_chunk and (sequence_id in self._tokenless or sequence_id in self._resuming):
                 word = "prefill" if sequence_id in self._tokenless else "recompute"
                 self._add(now_us, sequence_id, word, step=plan.plan_id, start=row.start, tokens=row.length)
+            if row.samples:
+                self._resuming.discard(sequence_id)
 
     def _collected(self, before: State, event: StepDone) -> None:
         tokenless, results = self._tokenless, event.results + event.choices
@@ -191,7 +197,7 @@ class Lives:
 
     def _end(self, now_us: int, sequence_id: int, word: str, **facts: Any) -> None:
         self._add(now_us, sequence_id, word, **facts)
-        for kept in (self._in_line, self._started, self._tokenless):
+        for kept in (self._in_line, self._started, self._resuming, self._tokenless):
             kept.discard(sequence_id)
         life = self._of_sequence.pop(sequence_id, None)
         if life is None:

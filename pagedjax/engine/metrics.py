@@ -31,7 +31,10 @@ class EngineMetrics:
         ProcessCollector(registry=self.registry)
         self.requests = self._counter("pagedjax_requests", "Ended sequences (n a request), by outcome.", "outcome")
         self.prompt_tokens = self._counter("pagedjax_prompt_tokens", "Prompt tokens of admitted requests.")
-        self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled and kept.")
+        self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled or forced, and kept.")
+        self.jump_forward_tokens = self._counter(
+            "pagedjax_jump_forward_tokens", "Those of them that a grammar forced, without a step each."
+        )
         self.cached_tokens = self._counter("pagedjax_prefix_cache_hit_tokens", "Tokens taken from the prefix cache.")
         self.queried_tokens = self._counter("pagedjax_prefix_cache_query_tokens", "Prompt tokens looked up in it.")
         self.preemptions = self._counter("pagedjax_preemption_count", "Preemptions.", "reason", "method")

@@ -8,7 +8,7 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult
 from pagedjax.core.request import FinishReason
 from pagedjax.engine.beams import Beams
-from pagedjax.engine.live import Group, Live, new_hash, push
+from pagedjax.engine.live import Group, Live, new_hash, next_forced, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
 from pagedjax.engine.tokenizer import Tokenizer
@@ -39,7 +39,8 @@ class Rows:
         self._heard: list[tuple[Group, Beams]] = []  # whose beams the step that is collected contains
 
     def take(self, row: Row, result: StepResult, place: int, now_us: int) -> RowResult:
-        """One row's outcome: the token is appended, told to the caller and judged for a stop."""
+        """One row's outcome: the token, and those forced behind it, are appended, told to the caller and judged for a
+        stop."""
         live = self._sequences[row.sequence_id]
         if live.ended:
             self._metrics.discarded_tokens.inc(row.samples)
@@ -56,6 +57,8 @@ class Rows:
         if result.faulty[place]:
             self._metrics.faulty_rows.inc()
             return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
+        if live.grammar is not None and self.is_known(row):
+            return RowResult(row.sequence_id, 0)
         if live.group.beams is not None:
             assert result.logprobs is not None
             live.group.beams.hear(row.sequence_id, result.logprobs, place)
@@ -66,15 +69,15 @@ class Rows:
             delta = self._delta(live, token_id, result, place) if pooling is None else self._pooled_delta(live)
         except RequestError as error:
             return self._fail_row(live, error)
-        self._tokens.append(row.sequence_id, token_id)
-        self._watch.token(live, now_us)
+        kept = delta.token_ids or (token_id,)
+        named = self._append(live, kept)
+        self._watch.tokens(live, len(kept), now_us)
         self._give(live.group, delta)
         if delta.finish_reason is not None:
             live.ended = True
             self._metrics.requests.labels(delta.finish_reason).inc()
             self._metrics.e2e.observe((now_us - live.group.arrival_us) / 1e6)
-        named = new_hash(live, self._tokens.get(row.sequence_id), self._block_size)
-        return RowResult(row.sequence_id, 1, delta.finish_reason, named)
+        return RowResult(row.sequence_id, len(kept), delta.finish_reason, named)
 
     def choose_beams(self, now_us: int) -> dict[int, RowResult]:
         """What becomes of the beams of each group of which this step has brought the last."""
@@ -129,14 +132,31 @@ class Rows:
         live.num_sampled += 1
         return Delta(live.index, "", (), finish_reason=FinishReason.STOP.value)
 
+    def is_known(self, row: Row) -> bool:
+        """Whether the token that a row samples was forced while it ran."""
+        return row.start + row.length < self._tokens.get(row.sequence_id).length
+
+    def _append(self, live: Live, token_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Add new tokens to the table; the names of the blocks that they complete."""
+        named: tuple[bytes, ...] = ()
+        for token_id in token_ids:
+            self._tokens.append(live.sequence_id, token_id)
+            named += new_hash(live, self._tokens.get(live.sequence_id), self._block_size)
+        return named
+
     def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
-        """The token as text and log-probabilities, and whether the sequence ends with it."""
+        """The token, and those forced behind it, as text and log-probabilities; and whether the sequence ends there."""
         text, finish, reason = push(live, token_id)
+        token_ids = [token_id]
+        while finish is None and (forced := next_forced(live)) is not None:
+            more, finish, reason = push(live, forced)
+            text += more
+            token_ids.append(forced)
         logprobs = None
         if live.params.logprobs is not None:
             assert result.logprobs is not None
             logprobs = (self._logprobs(result.logprobs, place, live.params.logprobs),)
-        return Delta(live.index, text, (token_id,), logprobs, finish and finish.value, reason)
+        return Delta(live.index, text, tuple(token_ids), logprobs, finish and finish.value, reason)
 
     def _take_prompt_logprobs(self, live: Live, result: StepResult, place: int) -> None:
         found = result.prompt_logprobs.get(place)

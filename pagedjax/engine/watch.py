@@ -71,8 +71,11 @@ class Watch:
             self._metrics.tenants.observe_wait(group.submission.tenant, wait_s)
             self._metrics.prompt_tokens.inc(prompt_len)
 
-    def token(self, live: Live, now_us: int) -> None:
-        if live.num_sampled == 1:
+    def tokens(self, live: Live, num_new: int, now_us: int) -> None:
+        """A step has brought new tokens of a sequence."""
+        if num_new > 1:
+            self._metrics.jump_forward_tokens.inc(num_new - 1)
+        if live.num_sampled == num_new:
             self._metrics.ttft.observe((now_us - live.group.arrival_us) / 1e6)
         else:
             self._metrics.itl.observe((now_us - live.last_token_us) / 1e6)

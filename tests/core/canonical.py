@@ -65,6 +65,7 @@ def canonical(naming: Naming) -> tuple[Any, ...]:
         model.num_failures,
         min(model.num_aborts, len(naming.sequences.keys() - model.ended) + len(model.to_come)),
         model.num_forks,
+        model.num_runs,
     )
 
 

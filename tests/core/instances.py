@@ -64,6 +64,9 @@ SMALL = (
     # Beams, with hardly slots and blocks for two and the other; or with one slot, so that they await choices in line.
     Instance("beams", (BEAM, IRON._replace(max_tokens=2)), {"num_host_blocks": 2}, 0, 0, num_forks=2, waits=False),
     Instance("beams in turn", (BEAM,), {"num_host_blocks": 2, "max_num_seqs": 1}, 1, 0, num_forks=2, waits=False),
+    # Tokens are forced behind a sampled one: a step in flight samples what is known, and blocks are short for the run.
+    Instance("forced", (GOLD._replace(max_tokens=5), IRON), {"num_blocks": 5}, 0, 1, num_runs=2, waits=False),
+    Instance("forced failure", (GOLD._replace(max_tokens=4), IRON), {"num_blocks": 4}, 1, 0, num_runs=1, waits=False),
     # Blocks of four, so that a sample finds its parent's tail with room behind it, and both write there.
     Instance(
         "tail",
@@ -116,6 +119,7 @@ LARGE = (
     Instance("full disk", _ASKED, _LIMITS | {"num_host_blocks": 2, "num_disk_blocks": 1}, num_aborts=0),
     Instance("full forks", (*_ASKED[:1], _ASKED[0]._replace(is_fork=True), _ASKED[2]), _LIMITS, num_aborts=0),
     Instance("full beams", (BEAM, IRON._replace(max_tokens=2)), {"num_host_blocks": 2}, 1, 1, num_forks=2, waits=False),
+    Instance("full forced", _ASKED, _LIMITS, num_failures=0, num_aborts=1, num_runs=2),
     Instance("full fair", tuple([one._replace(priority=0) for one in _ASKED]), _LIMITS, num_aborts=0),
 )
 INSTANCES = {instance.name: instance for instance in (*SMALL, *LARGE)}

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from pagedjax.core.effects import Effect
@@ -44,9 +44,10 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """`num_failures` steps and as many transfers may fail on one path, `num_aborts` aborts come, and beams fork
-    `num_forks` times. If it `waits` a time slice may be over, and after `slices_to_age` of them who waits is aged (0:
-    never). `min_sample` is the number of service tokens by which a tenant's share is judged."""
+    """`num_failures` steps and as many transfers may fail on one path, `num_aborts` aborts come, beams fork `num_forks`
+    times, and `num_runs` times two tokens are forced behind a sampled one. If it `waits` a time slice may be over, and
+    after `slices_to_age` of them who waits is aged (0: never). `min_sample` is the number of service tokens by which a
+    tenant's share is judged."""
 
     name: str
     asked: tuple[Asked, ...]
@@ -54,6 +55,7 @@ class Instance:
     num_failures: int = 1
     num_aborts: int = 9
     num_forks: int = 0
+    num_runs: int = 0
     waits: bool = True
     slices_to_age: int = 0
     min_sample: int = 1_000
@@ -81,9 +83,11 @@ class Model(World):
         self.num_failures = (instance.num_failures, instance.num_failures)  # of steps, of transfers
         self.num_aborts = instance.num_aborts
         self.num_forks = instance.num_forks
+        self.num_runs = instance.num_runs
         self.paths: dict[int, tuple[int, ...]] = {}  # beam -> where it took another token than the one it came of
         self.stops: frozenset[int] = frozenset()
         self.forks: frozenset[int] = frozenset()
+        self.runs: frozenset[int] = frozenset()
 
     def clone(self) -> "Model":
         copy = object.__new__(Model)
@@ -166,13 +170,12 @@ class Model(World):
         match step:
             case ("due",):
                 self.due()
-            case ("done", stops, *forks):
-                sampled = self._to_choose_for()
-                self.stops = frozenset(sampled[place] for place in stops)
-                self.forks = frozenset(sampled[place] for place in chain.from_iterable(forks))
-                self.num_forks -= len(self.forks)
+            case ("done", *ways):
+                sampled, ways = self._to_choose_for(), [*ways, (), ()][:3]
+                self.stops, self.forks, self.runs = (frozenset(sampled[place] for place in way) for way in ways)
+                self.num_forks, self.num_runs = self.num_forks - len(self.forks), self.num_runs - len(self.runs)
                 self.done()
-                self.stops = self.forks = frozenset()
+                self.stops = self.forks = self.runs = frozenset()
             case ("fail", suspects):
                 rows = self.state.in_flight[0].rows
                 self.num_failures = (self.num_failures[0] - 1, self.num_failures[1])
@@ -239,9 +242,9 @@ class Model(World):
     # ---- what a step gives
 
     def _to_choose_for(self) -> list[int]:
-        """Who gets a token when the oldest plan is done: the rows that sample, and the beams that await a choice. A
-        beam only if all of its group have been heard by then."""
-        rows = [row.sequence_id for row in self.state.in_flight[0].rows if row.samples]
+        """Who gets a token when the oldest plan is done: the rows that sample one that is not known, and the beams that
+        await a choice. A beam only if all of its group have been heard by then."""
+        rows = [row.sequence_id for row in self.state.in_flight[0].rows if row.samples and not self._is_known(row)]
         sampled = [i for i in [*rows, *self._awaiting()] if i not in self.ended]
         return [i for i in sampled if set(self._group(i)) <= set(sampled)]
 
@@ -261,15 +264,16 @@ class Model(World):
             self.abort(i)
 
     def _ways_to_be_done(self) -> Iterator[Step]:
-        """All go on, first; then any that get a token and do not end anyway stop, or fork if they are beams."""
+        """All go on, first; then any that get a token and do not end anyway stop, or fork if they are beams, or get
+        others that are forced if they are not."""
         ways = []
         for place, i in enumerate(self._to_choose_for()):
             if len(self.output(i)) + 1 < self.requests[i].max_tokens:
-                ways.append([(place, "go"), (place, "stop"), (place, "fork")][: 2 + (i in self.paths)])
+                ways.append([(place, "go"), (place, "stop"), (place, "fork" if i in self.paths else "run")])
         for choice in product(*ways):
-            stops, forks = (tuple([place for place, way in choice if way == what]) for what in ("stop", "fork"))
-            if len(forks) <= self.num_forks:
-                yield ("done", stops, forks) if forks else ("done", stops)
+            stops, forks, runs = (tuple([p for p, way in choice if way == what]) for what in ("stop", "fork", "run"))
+            if len(forks) <= self.num_forks and len(runs) <= self.num_runs:
+                yield ("done", stops, forks, runs) if runs else ("done", stops, forks) if forks else ("done", stops)
 
     def done(self) -> tuple[Effect, ...]:
         plan, sampled = self.state.in_flight[0], self.sampled.popleft()
@@ -282,6 +286,9 @@ class Model(World):
     def _choice(self, sequence_id: int) -> RowResult:
         row = Row(sequence_id, len(self.tokens[sequence_id]) - 1, 1, (), True)
         return self._result(row, self.on_device[sequence_id][-1])
+
+    def _num_forced(self, sequence_id: int, token: int) -> int:
+        return 2 if sequence_id in self.runs else 0
 
     def _children(self, row: Row, token: int) -> tuple[Fork, ...]:
         return (self._fork(row, token + OTHER),) if row.sequence_id in self.forks else ()
@@ -355,8 +362,8 @@ class Model(World):
     # ---- who pays
 
     def check_service(self, before: State) -> None:
-        """A new plan costs its tenants what it computes for the first time and what it samples, and what a finished
-        one has sampled in vain is given back; nothing else is booked."""
+        """A new plan costs its tenants what it computes for the first time and what it samples; what a finished one has
+        sampled in vain is given back, and what was forced is paid; nothing else is booked."""
         due: Counter[str] = Counter()
         here = {s.sequence_id: s for s in self.state.running}
         for plan in self.state.in_flight[-1:]:
@@ -366,10 +373,13 @@ class Model(World):
                 num_new = max(0, end - max(row.start, sequence.stay.num_served))
                 due[sequence.request.tenant] += PROMPT_COST * num_new + SAMPLE_COST * row.samples
         if self.log and isinstance(self.log[-1][0], StepDone):
-            ended = {s.sequence_id for s in before.running if s.phase in (Phase.FINISHING, Phase.ABORTING)}
-            for row in before.in_flight[0].rows:
-                if row.samples and row.sequence_id in ended:
-                    due[self.requests[row.sequence_id].tenant] -= SAMPLE_COST
+            known = {s.sequence_id: s for s in before.running}
+            for row, result in zip(before.in_flight[0].rows, self.log[-1][0].results):
+                sequence, tenant = known[row.sequence_id], self.requests[row.sequence_id].tenant
+                has_ended = sequence.phase in (Phase.FINISHING, Phase.ABORTING)
+                if row.samples and (has_ended or row.start + row.length < sequence.num_tokens):
+                    due[tenant] -= SAMPLE_COST
+                due[tenant] += SAMPLE_COST * max(0, result.num_accepted - 1)
         booked = {
             name: tenant.service - account(before.tenants, name).service
             for name, tenant in self.state.tenants.accounts.items()

@@ -55,6 +55,7 @@ IMPOSSIBLE = [
     ("cannot accept 0 tokens", done(RowResult(0, 0), GOOD[1])),
     ("cannot accept 1 tokens", done(GOOD[0], RowResult(1, 1))),
     ("cannot accept 2 tokens", done(RowResult(0, 2, "length"), GOOD[1])),
+    ("cannot accept 2 tokens", done(GOOD[0], RowResult(1, 2))),
     ("cannot accept -1 tokens", done(RowResult(0, -1, "stop"), GOOD[1])),
     ("has all its tokens and is not finished", done(RowResult(0, 1), GOOD[1])),
     ("ends for no known reason: boredom", done(RowResult(0, 1, "boredom"), GOOD[1])),

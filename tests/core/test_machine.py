@@ -33,6 +33,7 @@ LIMITS = st.fixed_dictionaries(
         "num_host_blocks": st.sampled_from([0, 3, 20]),
         "num_disk_blocks": st.sampled_from([0, 4]),
         "fork_every": st.sampled_from([0, 2]),
+        "force_every": st.sampled_from([0, 0, 2]),
     }
 )
 

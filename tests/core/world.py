@@ -46,14 +46,17 @@ Contents = tuple[int | None, ...]  # of one block, by offset
 
 
 class World:
-    """`stop_every` ends a sequence whenever the sampled token is a multiple of it; `fork_every` forks a beam then. An
-    event comes every `tick_us`. A step that contains one of `poison` fails.
+    """`stop_every` ends a sequence whenever the new token is a multiple of it; `fork_every` forks a beam then, and
+    `force_every` forces up to three tokens behind it. An event comes every `tick_us`. A step that contains one of
+    `poison` fails.
     """
 
-    def __init__(self, *, stop_every: int = 0, fork_every: int = 0, tick_us: int = 1, **limits: Any) -> None:
+    def __init__(
+        self, *, stop_every: int = 0, fork_every: int = 0, force_every: int = 0, tick_us: int = 1, **limits: Any
+    ) -> None:
         self.config = SchedulerConfig(**(SMALL | limits))
         self.state: State = init(self.config)
-        self.stop_every, self.fork_every = stop_every, fork_every
+        self.stop_every, self.fork_every, self.force_every = stop_every, fork_every, force_every
         self.poison: set[int] = set()
         self.tenants = [DEFAULT_TENANT, *dict(self.state.config.tenant_weights)]
         self.tick_us = tick_us
@@ -305,7 +308,7 @@ class World:
             self._check_reads(row)
         written = [slot for row in plan.rows for slot in self._write(row)]
         assert len(set(written)) == len(written), "two rows write the same slot"
-        self.sampled.append({row.sequence_id: self._sample(row) for row in plan.rows if row.samples})
+        self.sampled.append({row.sequence_id: self._sample(row.sequence_id) for row in plan.rows if row.samples})
         self.num_computed += plan.num_tokens
 
     def _check_reads(self, row: Row) -> None:
@@ -330,10 +333,10 @@ class World:
         self.cache.update(zip(slots, prints[row.start :]))
         return slots
 
-    def _sample(self, row: Row) -> int:
-        tokens = self.on_device[row.sequence_id]
+    def _sample(self, sequence_id: int) -> int:
+        tokens = self.on_device[sequence_id]
         # Samples of one prompt differ, in their first token at least.
-        salt = row.sequence_id if self.requests[row.sequence_id].fork_of is not None else 0
+        salt = sequence_id if self.requests[sequence_id].fork_of is not None else 0
         tokens.append((fingerprints(tokens)[-1] + salt) % 89 + 1)
         return tokens[-1]
 
@@ -344,14 +347,34 @@ class World:
     def _result(self, row: Row, token: int | None) -> RowResult:
         sequence_id = row.sequence_id
         num_named = 0 if sequence_id in self.unnamed else (row.start + row.length) // self.state.config.block_size
-        if token is None or sequence_id in self.ended:
+        if token is None or sequence_id in self.ended or self._is_known(row):
             self.num_discarded += token is not None
             return RowResult(sequence_id, 0)
+        num_known = len(self.tokens[sequence_id])
         self.tokens[sequence_id].append(token)
         finish = self._finish(sequence_id, token)
+        for _ in range(self._num_forced(sequence_id, token)):
+            if finish is None:
+                finish = self._finish(sequence_id, self._force(sequence_id))
         if finish is not None:
             self.ended.add(sequence_id)
-        return RowResult(sequence_id, 1, finish, self.names(sequence_id)[num_named:], self._children(row, token))
+        num_new = len(self.tokens[sequence_id]) - num_known
+        return RowResult(sequence_id, num_new, finish, self.names(sequence_id)[num_named:], self._children(row, token))
+
+    def _is_known(self, row: Row) -> bool:
+        """Whether the token that a row samples was forced while it ran."""
+        return row.start + row.length < len(self.tokens[row.sequence_id])
+
+    def _num_forced(self, sequence_id: int, token: int) -> int:
+        """How many tokens are forced behind a sampled one. Not behind a beam's, of which others may come."""
+        is_forcing = self.force_every and token % self.force_every == 0
+        return 1 + token % 3 if is_forcing and not self.requests[sequence_id].needs_confirmation else 0
+
+    def _force(self, sequence_id: int) -> int:
+        """The next token, which would be sampled all the same, and may have been."""
+        known, on_device = self.tokens[sequence_id], self.on_device[sequence_id]
+        known.append(on_device[len(known)] if len(known) < len(on_device) else self._sample(sequence_id))
+        return known[-1]
 
     def _children(self, row: Row, token: int) -> tuple[Fork, ...]:
         """A beam goes on with other tokens too, unless it has only one more to go."""
@@ -490,6 +513,7 @@ def random_world(seed: int, num_events: int = 300, **limits: Any) -> World:
             "time_slice": rng.choice([0, 0, 5]),
             "min_execution_chunk": rng.choice([0, 0, 4]),
             "max_wait_s": rng.choice([0.001, 0.05, 60.0]),
+            "force_every": (0, 0, 3)[seed % 3],
             **limits,
         },
     )

@@ -28,7 +28,14 @@ def now(series: str, selector: str = "") -> str:
 
 # Title, unit, legend -> query. A legend with {{label}} is one line a label.
 PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("Output tokens a second", "short", {"output": rate("pagedjax_generation_tokens_total")}),
+    (
+        "Output tokens a second",
+        "short",
+        {
+            "output": rate("pagedjax_generation_tokens_total"),
+            "of them forced": rate("pagedjax_jump_forward_tokens_total"),
+        },
+    ),
     ("Prompt tokens a second", "short", {"prompt": rate("pagedjax_prompt_tokens_total")}),
     ("Ended requests a second", "reqps", {"{{outcome}}": rate("pagedjax_requests_total", "outcome")}),
     ("Time to first token", "s", quantiles("pagedjax_time_to_first_token_seconds")),
