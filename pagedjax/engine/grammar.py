@@ -54,15 +54,16 @@ class GrammarState:
         self._check()
         return bool(self._matcher.is_stopped())
 
-    def forced(self) -> int | None:
-        """The token that must come next, if the mask allows only that one and it stands for text. Raises RequestError.
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come next, if there is one. Raises RequestError.
 
-        llguidance forces a token only where it tokenises like the model, and then masks all others: what is forced is
-        what would be sampled. Only the first of a run is, since the others may be split otherwise once it is there.
+        llguidance forces tokens only where it tokenises like the model, and masks all others than the first then: that
+        one is what would be sampled. Those behind it may be split otherwise once it is there, so they must be asked for
+        anew.
         """
         token_ids = self._matcher.compute_ff_tokens()
         self._check()
-        return int(token_ids[0]) if token_ids else None
+        return token_ids
 
     def fill(self, mask: np.ndarray) -> None:
         """The tokens that may follow as bits of int32 [1, ceil(vocab / 32)], lowest first. Raises RequestError."""

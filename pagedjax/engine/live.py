@@ -1,5 +1,6 @@
 """What the engine remembers of sequences that have not finished, beside their tokens."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from pagedjax.runtime.tokens import SequenceTokens
 
 if TYPE_CHECKING:
     from pagedjax.engine.beams import Beams
+
+# For each forced token all the text that is forced is split into tokens: 20 ms for so many. What is left of a long text
+# goes on behind the next step's token.
+MAX_SPLIT = 10_000
 
 
 @dataclass(slots=True)
@@ -90,14 +95,18 @@ def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str
     return text, finish, reason
 
 
-def next_forced(live: Live) -> int | None:
-    """The token that a sequence's grammar leaves no choice but to come next (jump-forward), else None.
+def forced_tokens(live: Live) -> Iterator[int]:
+    """The tokens that a sequence's grammar leaves no choice but to come next (jump-forward). Each must be pushed before
+    the next one is asked for.
 
-    None too where the token must be sampled all the same: its log-probability is wanted, or the device counts what it
-    samples (penalties, min_tokens). Raises RequestError when its grammar cannot go on."""
+    None where they must be sampled all the same: their log-probabilities are wanted, or the device counts what it
+    samples (penalties, min_tokens). Raises RequestError when the grammar cannot go on."""
     if live.grammar is None or live.params.logprobs is not None or needs_adjusting(live.params):
-        return None
-    return live.grammar.forced()
+        return
+    num_split = 0
+    while num_split < MAX_SPLIT and (run := live.grammar.forced()):
+        num_split += len(run)
+        yield run[0]
 
 
 def new_hash(live: Live, tokens: SequenceTokens, block_size: int) -> tuple[bytes, ...]:

@@ -8,7 +8,7 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult
 from pagedjax.core.request import FinishReason
 from pagedjax.engine.beams import Beams
-from pagedjax.engine.live import Group, Live, new_hash, next_forced, push
+from pagedjax.engine.live import Group, Live, forced_tokens, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
 from pagedjax.engine.tokenizer import Tokenizer
@@ -148,10 +148,12 @@ class Rows:
         """The token, and those forced behind it, as text and log-probabilities; and whether the sequence ends there."""
         text, finish, reason = push(live, token_id)
         token_ids = [token_id]
-        while finish is None and (forced := next_forced(live)) is not None:
+        for forced in forced_tokens(live) if finish is None else ():
             more, finish, reason = push(live, forced)
             text += more
             token_ids.append(forced)
+            if finish is not None:
+                break
         logprobs = None
         if live.params.logprobs is not None:
             assert result.logprobs is not None

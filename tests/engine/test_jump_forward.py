@@ -10,6 +10,7 @@ from pagedjax.core.events import StepDone
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.scheduler import update
 from pagedjax.core.structure import StructuredOutputsParams
+from pagedjax.engine import live
 from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.record import Recorder, read
 from tests.engine.fakes import run
@@ -38,7 +39,7 @@ def engine(tiny_engine):
 def one_by_one():
     """Every token is sampled."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GrammarState, "forced", lambda self: None)
+        patch.setattr(GrammarState, "forced", lambda self: [])
         yield
 
 
@@ -127,6 +128,15 @@ def test_what_is_forced_comes_in_one_piece_and_is_counted_once(engine):
         deltas += [update.delta for update in engine.step()]
     assert [(delta.text, len(delta.token_ids)) for delta in deltas] == [(ANSWER, len(ANSWER))]
     assert [counted(engine, name) - old for name, old in zip(names, before)] == [len(ANSWER), len(ANSWER) - 1, 1]
+
+
+def test_a_long_text_is_forced_in_parts_so_that_no_step_waits_for_long(engine, monkeypatch):
+    expected, num_steps = outcome(engine, shaped(ANSWER))
+    assert num_steps == 2
+    monkeypatch.setattr(live, "MAX_SPLIT", 2 * len(ANSWER))
+    found, num_more = outcome(engine, shaped(ANSWER))
+    assert found == expected
+    assert num_more > 2 * num_steps
 
 
 def test_blocks_of_forced_tokens_are_found_by_their_names(engine):
