@@ -2,9 +2,9 @@
 
     python benchmarks/jump_forward.py smollm2-135m --out benchmarks/results/jump_forward.json
 
-Without it each token that the grammar forces takes a step like any other. The tokens must be the same both times, at
-temperature 0. `cpu_s` is the processor time of all threads, `wall_s` the time that passed; both are medians of the
-rounds, of which a first one is not counted.
+Without it each token that the grammar forces takes a step like any other. At temperature 0 the tokens are the same both
+times, but for rounding: in bfloat16 a chunk may round otherwise than its tokens one by one. `cpu_s` is the processor
+time of all threads, `wall_s` the time that passed; both are medians of the rounds, of which a first one is not counted.
 """
 
 import argparse
