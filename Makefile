@@ -109,12 +109,12 @@ clean: ## remove the environment and what tools left behind
 # A stamp file says which inputs an installation has seen, so that nothing is installed twice.
 
 $(BASE): $(VENV)/.created $(INSTALLED)
-	$(SAY) 'Installing pagedjax and what it needs into $(VENV) (about 1 GB, once)'
+	$(SAY) 'Installing pagedjax and what it needs into $(VENV) (about 1 GB, once; compiling the native kernels takes some minutes)'
 	@$(PIP) -e .
 	@touch $@
 
 $(DEV): $(VENV)/.created $(INSTALLED)
-	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 1.3 GB, once)'
+	$(SAY) 'Installing pagedjax with its development tools into $(VENV) (about 1.3 GB, once; compiling the native kernels takes some minutes)'
 	@$(PIP) -e '.[dev]'
 	@touch $(BASE) $@
 

@@ -117,6 +117,6 @@ async def _small_body(request: Request) -> dict[str, Any]:
     if len(body) > MAX_ADMIN_BODY_BYTES:
         raise RequestError(f"the body is larger than {MAX_ADMIN_BODY_BYTES} bytes", code="body_too_large")
     try:
-        return fields.record(orjson.loads(body), "the request body")
+        return fields.record(orjson.loads(body), fields.BODY)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None

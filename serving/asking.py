@@ -11,7 +11,7 @@ from pagedjax.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_
 from pagedjax.core.structure import MAX_GRAMMAR_BYTES
 from pagedjax.engine.outputs import EngineError
 from serving.access.guard import operators_only
-from serving.errors import json_response
+from serving.errors import json_response, retry_headers
 from serving.requests.inputs import MAX_PROMPTS
 from serving.service import Service, service_of
 from serving.telemetry import dashboard
@@ -39,8 +39,9 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Whether new requests are taken, and if not, why."""
-    status = service_of(request).readiness()
-    return json_response({"status": status}, 200 if status == "ready" else 503)
+    state = service_of(request).readiness()
+    status = 200 if state == "ready" else 503
+    return json_response({"status": state}, status, retry_headers(status))
 
 
 @operators_only

@@ -52,7 +52,7 @@ class EmbeddingCall:
 
 def parse_embedding(body: Any, model: ModelFacts) -> EmbeddingCall:
     """Raises RequestError naming the field."""
-    given = known_fields(record(body, "the request body"), FIELDS, lenient=model.options.lenient)
+    given = known_fields(record(body, fields.BODY), FIELDS, lenient=model.options.lenient)
     schemas.check_model(given, model)
     return EmbeddingCall(
         prompts=read_prompts(required(given, "input"), model, name="input"),

@@ -84,8 +84,12 @@ def error_body(error: Exception, request_id: str) -> dict[str, Any]:
 
 def error_response(error: Exception, request_id: str) -> Response:
     status = status_of(error)
-    headers = {"retry-after": RETRY_AFTER_S[status]} if status in RETRY_AFTER_S else {}
-    return json_response(error_body(error, request_id), status, headers)
+    return json_response(error_body(error, request_id), status, retry_headers(status))
+
+
+def retry_headers(status: int) -> dict[str, str]:
+    """When to try again, for a status that passes."""
+    return {"retry-after": RETRY_AFTER_S[status]} if status in RETRY_AFTER_S else {}
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -26,7 +26,7 @@ IDS: dict[str, Check] = {"model": string, "tokens": fields.integers}
 
 def tokenize(engine: Engine, body: bytes, options: ApiOptions) -> dict[str, Any]:
     """A prompt's tokens, or those of a chat under the model's template. Raises RequestError."""
-    given, model = record(from_json(body), "the request body"), facts(engine, options)
+    given, model = record(from_json(body), fields.BODY), facts(engine, options)
     if "messages" in given:
         shown = {name: value for name, value in given.items() if name != "return_token_strs"}
         unknown = next((name for name in shown if name not in (*_CHAT_FIELDS, "model")), None)
@@ -51,7 +51,7 @@ def tokenize(engine: Engine, body: bytes, options: ApiOptions) -> dict[str, Any]
 
 def detokenize(engine: Engine, body: bytes, options: ApiOptions) -> dict[str, Any]:
     """The text of token ids, special ones shown. Raises RequestError."""
-    given = known_fields(record(from_json(body), "the request body"), IDS, lenient=options.lenient)
+    given = known_fields(record(from_json(body), fields.BODY), IDS, lenient=options.lenient)
     _check_model(given, engine)
     token_ids = required(given, "tokens")
     check_ids(token_ids, "tokens", facts(engine, options))

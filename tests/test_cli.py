@@ -190,6 +190,13 @@ def test_info_of_kernels_refuses_what_it_cannot_answer(words, complaint, capsys)
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["nosuch", "", "/nowhere/model.gguf"])
+def test_serve_refuses_a_model_that_is_nowhere_before_it_takes_a_port(model, monkeypatch, capsys):
+    monkeypatch.setattr("serving.server.serve", lambda *_, **__: pytest.fail("a server was started"))
+    assert cli.run(["serve", model]) == 2
+    assert "there is no model" in capsys.readouterr().err
+
+
 def test_info_says_in_what_memory_swapped_blocks_lie():
     assert "plain memory, as the cache is" in info.report()
 

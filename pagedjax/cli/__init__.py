@@ -67,10 +67,12 @@ def _serve(args: argparse.Namespace) -> int:
     chosen = settings(args, ServeOptions)
     options = ServeOptions(**flags.take(chosen, ServeOptions))
     config = _engine_config(chosen)
+    from pagedjax.weights import store
     from serving import server
     from serving.options import ApiOptions, parse_names
     from serving.telemetry import tracing
 
+    store.find(config.model)  # before a port is taken and a process started
     _log_at(options.log_level)
     api = ApiOptions(
         lenient=options.lenient,
@@ -98,9 +100,9 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _key_source(path: str | None) -> Any:
     """The keys' file, and the keys in the environment."""
-    from serving.access.keys import KeySource
+    from serving.access.keys import VARIABLES, KeySource
 
-    found = {"user": os.environ.get("PAGEDJAX_API_KEY"), "admin": os.environ.get("PAGEDJAX_ADMIN_API_KEY")}
+    found = {role: os.environ.get(variable) for role, variable in VARIABLES.items()}
     return KeySource(path, tuple((role, key) for role, key in found.items() if key is not None))
 
 

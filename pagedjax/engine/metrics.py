@@ -18,6 +18,7 @@ from pagedjax.engine.tenant_metrics import TenantMetrics
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 _SWITCH_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_OUTCOMES = ("stop", "length", "abort", "timeout", "refused", "error")
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -30,6 +31,8 @@ class EngineMetrics:
         self.registry.register(_DeviceMemory())
         ProcessCollector(registry=self.registry)
         self.requests = self._counter("pagedjax_requests", "Ended sequences (n a request), by outcome.", "outcome")
+        for outcome in _OUTCOMES:
+            self.requests.labels(outcome)  # so that the first one counts in a rate
         self.prompt_tokens = self._counter("pagedjax_prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("pagedjax_generation_tokens", "Tokens sampled or forced, and kept.")
         self.jump_forward_tokens = self._counter(

@@ -182,7 +182,8 @@ class ProcessLink:
         self._is_lost = True
         self._outbox.put(None)
         error = EngineError(f"the engine's process has ended (exit code {self._process.exitcode})")
-        if not self._is_stopping:
+        has_refused = self._ready.done() and self._ready.exception() is not None
+        if not self._is_stopping and not has_refused:
             logger.critical("event=engine_process_lost pid=%s exit_code=%s", self._process.pid, self._process.exitcode)
         settle(self._ready, error)
         for answer in self._questions.values():

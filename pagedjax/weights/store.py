@@ -12,6 +12,7 @@ __all__ = [
     "Progress",
     "ProgressBar",
     "cached_path",
+    "find",
     "home_directory",
     "pull",
     "resolve",
@@ -31,17 +32,21 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     `model` is a bundled name, the path of a GGUF file or of a Hugging Face directory, or a hub id "owner/name".
     Raises ConfigError that says what would work.
     """
+    return find(model) or (pull(model, progress) if model in BUNDLED else _from_hub(model))
+
+
+def find(model: str) -> Path | None:
+    """Where a model is on this machine; None for one that has to be fetched. Raises ConfigError for what means none."""
     if model in BUNDLED:
-        path = cached_path(model)
         # The size is all that a start can afford to check; `pull` checks the hash.
-        return path if is_complete(model) else pull(model, progress)
+        return cached_path(model) if is_complete(model) else None
     path = _path_of(model)
     if model and path.is_dir():
         return _checked_directory(path)
     if path.is_file():
         return path
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _from_hub(model)
+        return None
     raise ConfigError(f"there is no model {model!r}.{_suggestion(model)} {_what_works()}")
 
 

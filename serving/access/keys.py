@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 Role = Literal["user", "admin"]
 HASH_PREFIX = "sha256:"
 MIN_KEY_CHARS = 16
+# Where the environment may hold a key of each role.
+VARIABLES: Mapping[Role, str] = {"user": "PAGEDJAX_API_KEY", "admin": "PAGEDJAX_ADMIN_API_KEY"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,7 @@ class KeySource:
         for role, secret in self.secrets:
             # An empty one too: whoever sets it means that keys are asked for.
             if len(secret) < MIN_KEY_CHARS:
-                raise ConfigError(
-                    f"the environment's {role} key has {len(secret)} characters; it needs {MIN_KEY_CHARS}"
-                )
+                raise ConfigError(f"{VARIABLES[role]} has {len(secret)} characters; a key needs {MIN_KEY_CHARS}")
             keys += (ApiKey(name=f"environment-{role}", digest=digest(secret), role=role),)
         seen: set[bytes] = set()
         for key in keys:

@@ -9,6 +9,7 @@ Check = Callable[[Any, str], Any]
 
 # More than JSON's writers, templates and compilers of schemas can follow in their own recursion is of no use.
 MAX_DEPTH = 100
+BODY = "the request body"  # which is no field
 
 
 def boolean(value: Any, name: str) -> bool:
@@ -117,7 +118,8 @@ def required(given: Mapping[str, Any], name: str, prefix: str = "") -> Any:
 
 
 def wrong(value: Any, name: str, wanted: str) -> RequestError:
-    return RequestError(f"{name} must be {wanted}, not {kind_of(value)}", param=name, code="invalid_type")
+    param = None if name == BODY else name
+    return RequestError(f"{name} must be {wanted}, not {kind_of(value)}", param=param, code="invalid_type")
 
 
 def unsupported(name: str, value: Any = None) -> RequestError:

@@ -34,7 +34,7 @@ class ResponseCall(NamedTuple):
 
 def parse_response(body: Any, model: ModelFacts) -> ResponseCall:
     """Raises RequestError naming the field."""
-    given = known_fields(record(body, "the request body"), FIELDS, lenient=model.options.lenient)
+    given = known_fields(record(body, fields.BODY), FIELDS, lenient=model.options.lenient)
     schemas.check_model(given, model)
     logprobs = _logprobs(given)
     tools, choice, shape = callable_tools(given, given.get("text"))

@@ -99,7 +99,7 @@ def parse_chat(body: Any, model: ModelFacts) -> ChatCall:
 
 
 def _checked(body: Any, table: Mapping[str, Check], model: ModelFacts) -> dict[str, Any]:
-    given = known_fields(record(body, "the request body"), table, lenient=model.options.lenient)
+    given = known_fields(record(body, fields.BODY), table, lenient=model.options.lenient)
     check_model(given, model)
     if "stream_options" in given and not given.get("stream"):
         raise RequestError("stream_options needs stream to be true", param="stream_options")

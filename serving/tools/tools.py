@@ -113,8 +113,9 @@ def wish(
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: those that it names and no others, unless it says so."""
-    schema = dict(function.get("parameters", {"type": "object"}))
+    """The schema of a function's arguments: those that it names and no others, unless it says so. Without `parameters`
+    it has none."""
+    schema = dict(function.get("parameters", {"type": "object", "properties": {}}))
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema

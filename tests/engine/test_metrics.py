@@ -21,6 +21,13 @@ def total(engine, name):
     return sum(sample.value for sample in samples)
 
 
+def test_every_outcome_of_requests_is_there_before_the_first():
+    engine = make_engine()
+    outcomes = ("stop", "length", "abort", "timeout", "refused", "error")
+    name = "pagedjax_requests_total"
+    assert [engine.metrics.registry.get_sample_value(name, {"outcome": one}) for one in outcomes] == [0.0] * 6
+
+
 def crowded(**options):
     limits = {"num_gpu_blocks_override": 12, "num_host_blocks": 40, "preemption_method": "swap", "time_slice": 0}
     return make_engine(**{**limits, "min_execution_chunk": 0, "tenant_weights": "gold=3,bronze=1", **options})

@@ -245,6 +245,7 @@ def test_health_is_the_engine_s_life_and_ready_its_will_to_take_requests(client,
 def test_a_draining_server_is_alive_unready_and_takes_nothing_new(client):
     client.app.state.service.drain()
     assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 503)
+    assert client.get("/ready").headers["retry-after"] == "10"
     answer = client.complete()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
     assert "retry-after" in answer.headers

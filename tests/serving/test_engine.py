@@ -169,7 +169,7 @@ def test_a_full_queue_is_429(serving_of, wait_for):
     with serving_of(engine) as server, ThreadPoolExecutor() as others:
         url = f"{server.url}/v1/completions"
         first = others.submit(httpx.post, url, json=LONG, timeout=60)
-        wait_for(lambda: engine.state().running)
+        wait_for(lambda: engine.load().running)  # as admission sees it: until the first step ends it counts as waiting
         second = others.submit(httpx.post, url, json=LONG, timeout=60)
         wait_for(lambda: len(engine.state().waiting))
         third = httpx.post(url, json=LONG, timeout=60)
@@ -195,7 +195,7 @@ from pagedjax.engine.async_engine import AsyncEngine
 from tests.engine.fakes import build_counting, make_engine
 
 cli._engine = lambda config, **where: AsyncEngine(make_engine().config, build_counting, **where)
-sys.argv = ["pagedjax", "serve", "counting", "--port", "0", "--engine-process", sys.argv[1]]
+sys.argv = ["pagedjax", "serve", "smollm2-135m", "--port", "0", "--engine-process", sys.argv[1]]
 cli.main()
 """
 

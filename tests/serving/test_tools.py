@@ -302,15 +302,28 @@ def test_what_is_wrong_is_refused_by_name(client, engine, fields, param):
     assert not engine.submitted
 
 
-@pytest.mark.parametrize("is_parallel", [True, False])
-def test_a_required_call_has_the_schema_of_its_tool(is_parallel):
-    wish = tools.wish([WEATHER, TIME], ToolChoice("required"), is_parallel=is_parallel)
+def fitting(wish):
+    """Whether a text is what the wish asks for."""
     grammar = Grammars(ByteGrammarTokenizer()).compile(wish)
 
     def fits(text):
         matcher = grammar.copy()._matcher
         return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
+    return fits
+
+
+def test_a_required_call_of_a_function_without_parameters_has_no_arguments():
+    bare = {"type": "function", "function": {"name": "ab"}}
+    for choice, form in [(ToolChoice("required"), '[{"name":"ab","arguments":%s}]'), (ToolChoice("named", "ab"), "%s")]:
+        fits = fitting(tools.wish([bare], choice, is_parallel=True))
+        assert fits(form % "{}")
+        assert not fits(form % '{"x":1}')
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_required_call_has_the_schema_of_its_tool(is_parallel):
+    fits = fitting(tools.wish([WEATHER, TIME], ToolChoice("required"), is_parallel=is_parallel))
     weather = '{"name":"weather","arguments":{"place":"Bonn"}}'
     assert fits(f"[{weather}]")
     assert fits(f"[{weather},{weather}]") == is_parallel
