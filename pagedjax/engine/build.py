@@ -38,7 +38,7 @@ def build_engine(config: EngineConfig, progress: store.Progress | None = None) -
     """
     report = progress or _silent
     if config.enable_preemption is False and config.time_slice:
-        # A file or a preset may set it beside a flag, so it stands.
+        # Not refused: a file or a preset may set the time slice, and a flag turn preemption off.
         logger.warning('event=no_effect setting=time_slice reason="enable_preemption is off"')
     memory_share = claim_memory(config.gpu_memory_utilization, config.swap_space)
     recorder = None if config.record is None else Recorder(Path(config.record))

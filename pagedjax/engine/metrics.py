@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pagedjax.core.plan import Tier
+from pagedjax.core.request import FinishReason
 from pagedjax.core.state import State
 from pagedjax.core.tiers import pool_of
 from pagedjax.engine.tenant_metrics import TenantMetrics
@@ -18,7 +19,7 @@ from pagedjax.engine.tenant_metrics import TenantMetrics
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 _SWITCH_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-_OUTCOMES = ("stop", "length", "abort", "timeout", "refused", "error")
+_OUTCOMES = (*(reason.value for reason in FinishReason), "timeout", "refused")
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 

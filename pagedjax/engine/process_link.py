@@ -59,6 +59,7 @@ class ProcessLink:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._is_lost = False
+        self._has_refused = False
         self._is_stopping = False
 
     @property
@@ -169,6 +170,7 @@ class ProcessLink:
             case Ready(facts):
                 settle(self._ready, facts)
             case NotStarted(error):
+                self._has_refused = True
                 settle(self._ready, error)
             case Answer(number, value, error):
                 answer = self._questions.get(number)
@@ -182,8 +184,7 @@ class ProcessLink:
         self._is_lost = True
         self._outbox.put(None)
         error = EngineError(f"the engine's process has ended (exit code {self._process.exitcode})")
-        has_refused = self._ready.done() and self._ready.exception() is not None
-        if not self._is_stopping and not has_refused:
+        if not self._is_stopping and not self._has_refused:
             logger.critical("event=engine_process_lost pid=%s exit_code=%s", self._process.pid, self._process.exitcode)
         settle(self._ready, error)
         for answer in self._questions.values():

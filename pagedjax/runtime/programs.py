@@ -42,16 +42,18 @@ class ModelParts(NamedTuple):
 
 
 def split_model(model: nnx.Module, hidden: jax.ShapeDtypeStruct) -> ModelParts:
-    """Flatten the model. The head gets its own leaves alone: a leaf costs one or two us a call. `hidden` is [n, H]."""
+    """Flatten the model. The head gets its own leaves alone: each leaf costs a call host time. `hidden` is [n, H]."""
     graph, state = nnx.split(model)
     every, tree = jax.tree.flatten(state)
     paths = [path for path, value in nnx.to_flat_state(state) for _ in jax.tree.leaves(value)]
     # Parameters that share an array, such as weights that are joined, have one leaf.
-    firsts = {id(leaf): place for place, leaf in reversed([*enumerate(every)])}
-    kept = sorted(firsts.values())
-    leaves = [every[place] for place in kept]
-    names = tuple((str(paths[place][-2]), str(paths[place][-1])) for place in kept)
-    sources = [kept.index(firsts[id(leaf)]) for leaf in every]
+    first_paths: dict[int, Any] = {}
+    for leaf, path in zip(every, paths, strict=True):
+        first_paths.setdefault(id(leaf), path)
+    names = tuple((str(path[-2]), str(path[-1])) for path in first_paths.values())
+    index_of = {key: index for index, key in enumerate(first_paths)}
+    sources = [index_of[id(leaf)] for leaf in every]
+    leaves = list({id(leaf): leaf for leaf in every}.values())
 
     def merged(values: Leaves) -> Any:
         return nnx.merge(graph, jax.tree.unflatten(tree, [values[source] for source in sources]))

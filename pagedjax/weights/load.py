@@ -100,8 +100,15 @@ def load_model(
 
             pack = make_pack(note) if cache is None else cache.through(Path(path), layout, make_pack, note)
             join = matmul.join if cache is None else cache.join
-        options = {"dtype": DTYPES[dtype], "backend": backend, "pack": pack, "join": join}
-        return kind.load(checkpoint.config, checkpoint.get, checkpoint.names, **options)
+        return kind.load(
+            checkpoint.config,
+            checkpoint.get,
+            checkpoint.names,
+            dtype=DTYPES[dtype],
+            backend=backend,
+            pack=pack,
+            join=join,
+        )
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -8,7 +8,7 @@ costs the host a microsecond or two, and threads without work fetch what the nex
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ _as_tree = partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_
 @_as_tree
 @dataclass(frozen=True)
 class PackedBf16:
-    """bfloat16, as bits: [out / 16, in / 2, 16, 2] uint16, from byte `offset` of `data` on, as the other kinds."""
+    """bfloat16, as bits: [out / 16, in / 2, 16, 2] uint16. `data` holds it from byte `offset` on, as all do."""
 
     data: jax.Array
     num_out: int
@@ -61,7 +61,7 @@ class Grouped8:
 
 
 Packed = PackedBf16 | Grouped4 | Grouped8
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 _FORMATS = {PackedBf16: 0, Grouped4: 1, Grouped8: 2}  # the order of Format in gemm.h
 
 
@@ -81,20 +81,21 @@ def pack_quantised(parts: Sequence[QuantisedRows]) -> Grouped4 | Grouped8 | None
     return None
 
 
-def join(weights: dict[Key, Packed]) -> dict[Key, Packed]:
+def join(weights: dict[_Key, Packed]) -> dict[_Key, Packed]:
     """The weights end to end in one array, in their order. They are taken out of `weights` one by one, so that no more
-    than one is in memory twice."""
-    if len({id(weight.data) for weight in weights.values()}) <= 1:
+    than one is in memory twice. Those that are joined already are given back; a mixture raises ValueError."""
+    if not weights or any(weight.offset for weight in weights.values()):
+        if len({id(weight.data) for weight in weights.values()}) > 1:
+            raise ValueError("some weights are joined already, and others are not")
         return weights
     sizes = [-(-weight.data.nbytes // ALIGNMENT) * ALIGNMENT for weight in weights.values()]
-    whole = aligned_bytes(sum(sizes))
-    places = {}
+    whole, alone = aligned_bytes(sum(sizes)), {}
     for name, offset in zip(list(weights), accumulate(sizes, initial=0)):
         weight = weights.pop(name)
         whole[offset : offset + weight.data.nbytes] = np.asarray(weight.data).reshape(-1).view(np.uint8)
-        places[name] = replace(weight, data=None, offset=offset)
+        alone[name] = type(weight), weight.num_out, weight.num_in, offset
     data = jax.device_put(whole, may_alias=True)
-    return {name: replace(place, data=data) for name, place in places.items()}
+    return {name: kind(data, *sizes, offset) for name, (kind, *sizes, offset) in alone.items()}
 
 
 def _linear(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-# Of the packed forms, and of how floats are rounded to them: to be raised with any change, as they are kept on disks.
+# Of the packed forms, how floats are rounded to them, and the files that keep them: to be raised with any change.
 VERSION = 2
 LANES = 16
 GROUP = 32

@@ -34,7 +34,7 @@ ffi::Error linear(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm, 
   bool fits = read_floats(x, g.num_rows * num_inputs, &g.x) && read_optional(norm, num_inputs, &scales) &&
               read_optional(bias, num_outputs, &g.bias) &&
               read_optional(residual, g.num_rows * g.num_results, &g.residual) &&
-              read_floats(*out, g.num_rows * g.num_results, &g.out) && !scales.is_bf16 && read_weight(weight, offset, &g);
+              read_floats(*out, g.num_rows * g.num_results, &g.out) && !scales.is_bf16 && use_weight(weight, offset, &g);
   if (!fits) return ffi::Error::InvalidArgument("an array of the product has another size or type than the others say");
   g.norm = static_cast<const float*>(scales.data);
   if (g.num_rows > 0) run(g, PAGEDJAX_AT_LEVEL(gemm_kernels));

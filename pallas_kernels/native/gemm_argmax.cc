@@ -25,7 +25,7 @@ ffi::Error argmax(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::Buff
   g.num_inputs = num_inputs, g.num_outputs = g.num_results = num_outputs;
   if (const char* reason = refusal(g)) return ffi::Error::InvalidArgument(reason);
   g.num_rows = x.element_count() / num_inputs;
-  bool fits = read_floats(x, g.num_rows * num_inputs, &g.x) && read_weight(weight, offset, &g) &&
+  bool fits = read_floats(x, g.num_rows * num_inputs, &g.x) && use_weight(weight, offset, &g) &&
               (int64_t)outputs->element_count() == g.num_rows && (int64_t)values->element_count() == g.num_rows;
   if (!fits) return ffi::Error::InvalidArgument("an array of the product has another size or type than the others say");
   if (g.num_rows == 0) return ffi::Error::Success();

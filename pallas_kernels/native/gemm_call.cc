@@ -27,15 +27,16 @@ int64_t packed_block_bytes(const Gemm& g) {
   return 0;
 }
 
-bool read_weight(const xla::ffi::AnyBuffer& weight, int64_t offset, Gemm* g) {
+bool use_weight(const xla::ffi::AnyBuffer& weight, int64_t offset, Gemm* g) {
   const auto* whole = static_cast<const uint8_t*>(weight.untyped_data());
   const auto size = static_cast<int64_t>(weight.size_bytes());
   g->block_bytes = packed_block_bytes(*g);
+  const int64_t num_bytes = ceil_div(g->num_outputs, kBlockOutputs) * g->block_bytes;
+  if (offset < 0 || num_bytes > size - offset) return false;
   g->weight = whole + offset;
-  const int64_t end = offset + ceil_div(g->num_outputs, kBlockOutputs) * g->block_bytes;
-  if (offset < 0 || end > size) return false;
-  const int64_t next = end < size ? end : 0;  // after the last comes the next step's first
-  fetch_when_idle(whole + next, whole + std::min(next + kFetchedAhead, size));
+  const bool is_joined = num_bytes < size;
+  const int64_t end = offset + num_bytes, next = end < size ? end : 0;  // the next step's first follows the last
+  if (is_joined) fetch_when_idle(whole + next, whole + std::min(next + kFetchedAhead, size));
   return true;
 }
 

@@ -11,7 +11,7 @@ int64_t packed_block_bytes(const Gemm& gemm);
 
 // Whether `weight` has the bytes that the gemm's outputs take from byte `offset` on; sets where they lie, and has idle
 // threads fetch what lies behind them: the next product's weight, where weights are joined in their order of use.
-bool read_weight(const xla::ffi::AnyBuffer& weight, int64_t offset, Gemm* gemm);
+bool use_weight(const xla::ffi::AnyBuffer& weight, int64_t offset, Gemm* gemm);
 
 // Whether `buffer` is `count` numbers of float32 or bfloat16; sets `array` to them.
 bool read_floats(const xla::ffi::AnyBuffer& buffer, int64_t count, FloatArray* array);

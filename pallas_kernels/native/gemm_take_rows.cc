@@ -32,13 +32,13 @@ void unpack(Format format, const uint8_t* block, int64_t lane, int64_t num_input
 }
 
 ffi::Error take_rows(ffi::AnyBuffer weight, ffi::Buffer<ffi::S32> ids, ffi::Result<ffi::Buffer<ffi::F32>> out,
-                     int32_t format, int64_t num_inputs, int64_t num_outputs,
-                  int64_t offset) {
+                     int32_t format,
+                     int64_t num_inputs, int64_t num_outputs, int64_t offset) {
   Gemm g{};
   g.format = static_cast<Format>(format), g.num_inputs = num_inputs, g.num_outputs = num_outputs;
   if (const char* reason = refusal(g)) return ffi::Error::InvalidArgument(reason);
   int64_t num_ids = ids.element_count();
-  if (!read_weight(weight, offset, &g) || (int64_t)out->element_count() != num_ids * num_inputs)
+  if (!use_weight(weight, offset, &g) || (int64_t)out->element_count() != num_ids * num_inputs)
     return ffi::Error::InvalidArgument("an array has another size than the others say");
   parallel_ranges(num_ids, 4, 8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -34,13 +34,14 @@ inline void relax() {
 
 // What is to be fetched next, by whoever waits. A range that is replaced while somebody takes of it costs a few lines
 // that nobody needs.
-std::atomic<const uint8_t*> fetch_next{nullptr}, fetch_end{nullptr};
+struct alignas(kCacheLine) Fetched {
+  std::atomic<const uint8_t*> next{nullptr}, end{nullptr};
+} fetched;
 
 // Fetches four lines, if any are left; else lets the core's other half work for a moment.
 inline void fetch_or_relax() {
-  const uint8_t* end = fetch_end.load(std::memory_order_relaxed);
-  if (fetch_next.load(std::memory_order_relaxed) >= end) return relax();
-  const uint8_t* line = fetch_next.fetch_add(4 * kCacheLine, std::memory_order_relaxed);
+  if (fetched.next.load(std::memory_order_relaxed) >= fetched.end.load(std::memory_order_relaxed)) return relax();
+  const uint8_t* line = fetched.next.fetch_add(4 * kCacheLine, std::memory_order_relaxed);
   for (const uint8_t* past = line + 4 * kCacheLine; line < past; line += kCacheLine) __builtin_prefetch(line);
 }
 
@@ -71,16 +72,17 @@ class Pool {
 
   void run(int64_t num_items, void (*fn)(void*, int64_t), void* context) {
     std::unique_lock<std::mutex> region(in_region_, std::try_to_lock);
-    if (num_items <= 1 || num_items > INT32_MAX || num_threads_ <= 1 || !region.owns_lock()) {
+    bool is_shared = num_items > 1 && num_items <= INT32_MAX && num_threads_ > 1 && region.owns_lock();
+    if (!is_shared) {  // Items counts in 32 bits
       for (int64_t i = 0; i < num_items; ++i) fn(context, i);
       return;
     }
-    fn_ = fn, context_ = context, num_items_ = num_items;
+    fn_ = fn, context_ = context;
     unfinished_.store(num_items, std::memory_order_relaxed);
     unclaimed_.store({0, static_cast<int32_t>(num_items)}, std::memory_order_release);
     wake();
     int cpu = this_cpu();
-    for (int i = 1; i < num_threads_; ++i) seats_[i].leave(cpu);
+    for (int i = 1; i < num_threads_; ++i) seats_[i].send_away(cpu);
     take_part(&Pool::claim_last);
     wait_for_others();
   }
@@ -137,7 +139,7 @@ class Pool {
         num_sleeping_.fetch_sub(1);
       }
       seen = num_regions_.load();
-      seat->take();
+      seat->note();
       take_part(&Pool::claim_first);
     }
   }
@@ -147,7 +149,6 @@ class Pool {
   std::mutex in_region_;
   void (*fn_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
-  int64_t num_items_ = 0;
   alignas(kCacheLine) std::atomic<Items> unclaimed_{Items{0, 0}};
   alignas(kCacheLine) std::atomic<int64_t> unfinished_{0};
   alignas(kCacheLine) std::atomic<uint32_t> num_regions_{0};
@@ -180,9 +181,9 @@ int num_threads() { return pool().num_threads(); }
 void run_region(int64_t num_items, void (*fn)(void*, int64_t), void* context) { pool().run(num_items, fn, context); }
 
 void fetch_when_idle(const uint8_t* begin, const uint8_t* end) {
-  fetch_end.store(nullptr, std::memory_order_relaxed);
-  fetch_next.store(begin, std::memory_order_relaxed);
-  fetch_end.store(end, std::memory_order_relaxed);
+  fetched.end.store(nullptr, std::memory_order_relaxed);  // lest somebody fetches from `begin` to the old end
+  fetched.next.store(begin, std::memory_order_relaxed);
+  fetched.end.store(end, std::memory_order_relaxed);
 }
 
 void* scratch(size_t num_bytes) {

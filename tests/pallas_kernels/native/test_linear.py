@@ -250,6 +250,12 @@ def test_joining_takes_the_weights_one_by_one():
     assert weights == {}
 
 
+def test_joined_weights_are_not_joined_with_others():
+    joined = join({kind: make(kind, 48, 32)[0] for kind in FORMATS})
+    with pytest.raises(ValueError, match="joined already"):
+        join({**joined, "other": make("bytes", 48, 32)[0]})
+
+
 @pytest.mark.parametrize("offset", [-64, 64])
 def test_a_weight_that_ends_outside_its_array_is_refused(offset):
     weight = replace(make("nibbles", 48, 32)[0], offset=offset)
