@@ -98,7 +98,7 @@ def answer(llm: LLM, name: str, num_requests: int, *, jumps: bool) -> Figure:
     chats = [[{"role": "user", "content": PROMPT.format(f"{name} {i}")}] for i in range(num_requests)]
     forced, before = GrammarState.forced, counts(llm)
     if not jumps:
-        GrammarState.forced = lambda self: []
+        GrammarState.forced = lambda self: None
     try:
         wall, cpu = time.perf_counter(), time.process_time()
         outputs = llm.chat(chats, params, use_tqdm=False)

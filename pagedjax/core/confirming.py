@@ -29,12 +29,13 @@ _REASONS = frozenset(FinishReason)
 _ENDED = (Phase.FINISHING, Phase.ABORTING)
 # Half the time of an attribute by name, for what is read of every row of every step.
 _SEQUENCE_ID, _CHILDREN = itemgetter(0), itemgetter(RowResult._fields.index("children"))
-_SAMPLES, _NUM_ACCEPTED = itemgetter(Row._fields.index("samples")), itemgetter(1)
+_SAMPLES = itemgetter(Row._fields.index("samples"))
+_NUM_ACCEPTED = itemgetter(RowResult._fields.index("num_accepted"))
 
 
 def step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]:
     plan = _oldest_plan(state, event)
-    tenants = _settled(state, plan, event.results)
+    tenants = _charged(state, plan, event.results)
     sequences = {s.request.sequence_id: s for s in state.running}
     for row, result in zip(plan.rows, event.results):
         sequence_id = row[0]
@@ -58,11 +59,12 @@ def step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]
     return state, effects + drained + more
 
 
-def _settled(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -> Tenants:
+def _charged(state: State, plan: StepPlan, results: tuple[RowResult, ...]) -> Tenants:
     """The accounts with each new token paid once. A sample was when it was planned: those that are thrown away, since
-    their sequences had ended or they are known, are refunded. Forced tokens cost as much as sampled ones."""
-    have_ended = any(s.phase in _ENDED for s in state.running)
-    if not have_ended and list(map(_SAMPLES, plan.rows)) == list(map(_NUM_ACCEPTED, results)):
+    their sequences had ended or they are known, are refunded, but not that of a row that fails. Forced tokens cost as
+    much as sampled ones."""
+    any_ended = any(s.phase in _ENDED for s in state.running)
+    if not any_ended and list(map(_SAMPLES, plan.rows)) == list(map(_NUM_ACCEPTED, results)):
         return state.tenants
     sequences, num_owed = {s.sequence_id: s for s in state.running}, Counter[str]()
     for row, result in zip(plan.rows, results):
@@ -104,6 +106,7 @@ def _accept(sequence: Sequence, row: Row, result: RowResult, config: SchedulerCo
         stay,
     ) = sequence
     if phase is not Phase.FINISHING and phase is not Phase.ABORTING:
+        # `_is_due`, without a call.
         is_due = samples and start + length == num_tokens
         num_tokens += num_accepted
         if num_accepted != is_due or end is not None or num_tokens - request.prompt_len >= request.max_tokens:
@@ -151,8 +154,12 @@ def _goes_on(sequence: Sequence, row: Row, result: RowResult) -> bool:
 def _reason(sequence: Sequence, row: Row, result: RowResult) -> FinishReason:
     """Why a sequence ends with this row. Raises if the result is neither an end nor what a row gives that goes on."""
     request = sequence.request
-    most = 1 if request.needs_confirmation else request.prompt_len + request.max_tokens - sequence.num_tokens
-    most = most if _is_due(sequence, row) else 0
+    if not _is_due(sequence, row):
+        most = 0
+    elif request.needs_confirmation:
+        most = 1
+    else:
+        most = request.prompt_len + request.max_tokens - sequence.num_tokens
     least = 1 if most and result.finish is None else 0
     if not least <= result.num_accepted <= most:
         raise SchedulerError(f"row {row} cannot accept {result.num_accepted} tokens")

@@ -233,7 +233,7 @@ class Engine:
         collected = time.perf_counter()
         plan = self.state.in_flight[0]
         now_us = self._now_us()
-        results = tuple([self._rows.take(row, result, place, now_us) for place, row in enumerate(plan.rows)])
+        results = self._rows.take(plan.rows, result, now_us)
         chosen = self._rows.choose_beams(now_us)
         if chosen:
             results = tuple([chosen.pop(row.sequence_id, row) for row in results])

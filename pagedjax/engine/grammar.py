@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import llguidance
 import numpy as np
@@ -39,6 +39,14 @@ MAX_LATE_COMPILES = 4
 T = TypeVar("T")
 
 
+class Forced(NamedTuple):
+    """The token that must come next, and into how many the text that must come was split to know it: it and those
+    behind it. Those may be split otherwise once it is there."""
+
+    token_id: int
+    num_split: int
+
+
 class GrammarState:
     """One sequence's place in its grammar. Made by `Grammars.compile`, copied for each sequence."""
 
@@ -54,16 +62,15 @@ class GrammarState:
         self._check()
         return bool(self._matcher.is_stopped())
 
-    def forced(self) -> list[int]:
-        """Tokens of the text that must come next, if there is one. Raises RequestError.
+    def forced(self) -> Forced | None:
+        """The only token that may come next, if there is but one. Raises RequestError.
 
-        llguidance forces tokens only where it tokenises like the model, and masks all others than the first then: that
-        one is what would be sampled. Those behind it may be split otherwise once it is there, so they must be asked for
-        anew.
+        llguidance forces tokens only where it tokenises like the model, and masks all others then: this one is what
+        would be sampled. It splits the text for a mask too, but once for both.
         """
         token_ids = self._matcher.compute_ff_tokens()
         self._check()
-        return token_ids
+        return Forced(token_ids[0], len(token_ids)) if token_ids else None
 
     def fill(self, mask: np.ndarray) -> None:
         """The tokens that may follow as bits of int32 [1, ceil(vocab / 32)], lowest first. Raises RequestError."""

@@ -1,6 +1,5 @@
 """What the engine remembers of sequences that have not finished, beside their tokens."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ import numpy as np
 from pagedjax.core.prefix import hash_block
 from pagedjax.core.request import CompletionOutput, FinishReason, SamplingParams
 from pagedjax.engine.detokenizer import Detokenizer
-from pagedjax.engine.grammar import GrammarState
+from pagedjax.engine.grammar import Forced, GrammarState
 from pagedjax.engine.outputs import TokenLogprobs
 from pagedjax.engine.submission import Submission
 from pagedjax.runtime.sampler import needs_adjusting
@@ -17,10 +16,6 @@ from pagedjax.runtime.tokens import SequenceTokens
 
 if TYPE_CHECKING:
     from pagedjax.engine.beams import Beams
-
-# For each forced token all the text that is forced is split into tokens: 20 ms for so many. What is left of a long text
-# goes on behind the next step's token.
-MAX_SPLIT = 10_000
 
 
 @dataclass(slots=True)
@@ -73,7 +68,7 @@ class Live:
 
 
 def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
-    """Count a sampled token: the text that is now certain, why the sequence ends with it, and what stopped it.
+    """Count a new token, sampled or forced: the text that is now certain, why the sequence ends there, and what did it.
 
     Raises RequestError when its grammar cannot go on."""
     params, finish = live.params, None
@@ -95,18 +90,14 @@ def push(live: Live, token_id: int) -> tuple[str, FinishReason | None, int | str
     return text, finish, reason
 
 
-def forced_tokens(live: Live) -> Iterator[int]:
-    """The tokens that a sequence's grammar leaves no choice but to come next (jump-forward). Each must be pushed before
-    the next one is asked for.
+def forced_token(live: Live) -> Forced | None:
+    """What a sequence's grammar leaves no choice but to come next (jump-forward); to be asked anew once it is pushed.
 
-    None where they must be sampled all the same: their log-probabilities are wanted, or the device counts what it
-    samples (penalties, min_tokens). Raises RequestError when the grammar cannot go on."""
+    None where it must be sampled all the same: its log-probability is wanted, or the device changes logits by what it
+    has sampled or by token (penalties, min_tokens, logit_bias). Raises RequestError when the grammar cannot go on."""
     if live.grammar is None or live.params.logprobs is not None or needs_adjusting(live.params):
-        return
-    num_split = 0
-    while num_split < MAX_SPLIT and (run := live.grammar.forced()):
-        num_split += len(run)
-        yield run[0]
+        return None
+    return live.grammar.forced()
 
 
 def new_hash(live: Live, tokens: SequenceTokens, block_size: int) -> tuple[bytes, ...]:

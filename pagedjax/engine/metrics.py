@@ -64,7 +64,9 @@ class EngineMetrics:
             _SWITCH_S,
         )
         self.ttft = self._histogram("pagedjax_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S)
-        self.itl = self._histogram("pagedjax_inter_token_latency_seconds", "Between tokens of a sequence.", _TOKEN_S)
+        self.itl = self._histogram(
+            "pagedjax_inter_token_latency_seconds", "Between two steps' tokens of a sequence.", _TOKEN_S
+        )
         self.e2e = self._histogram("pagedjax_request_latency_seconds", "Arrival to last token.", _LATENCY_S)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

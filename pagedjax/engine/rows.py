@@ -1,6 +1,6 @@
 """What becomes of a step's rows: tokens kept and told to the caller, ends, faults, beams chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult
 from pagedjax.core.request import FinishReason
 from pagedjax.engine.beams import Beams
-from pagedjax.engine.live import Group, Live, forced_tokens, new_hash, push
+from pagedjax.engine.live import Group, Live, forced_token, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
 from pagedjax.engine.tokenizer import Tokenizer
@@ -16,6 +16,11 @@ from pagedjax.engine.watch import Watch
 from pagedjax.runtime.results import StepResult
 from pagedjax.runtime.sampler import Scores
 from pagedjax.runtime.tokens import TokenTable
+
+# Behind each forced token all the text that is still forced is split into tokens anew, 0.8 µs each: in a step so many,
+# which take 16 ms, over all rows. What they do not suffice for is sampled, or forced by later steps; to have looked at it
+# costs nothing more, since its mask is made from the same split.
+MAX_SPLIT = 20_000
 
 
 class Rows:
@@ -36,9 +41,15 @@ class Rows:
         self._sequences, self._tokens, self._tokenizer = sequences, tokens, tokenizer
         self._metrics, self._watch = metrics, watch
         self._new_sequence_id, self._block_size = new_sequence_id, block_size
+        self._split_left = MAX_SPLIT  # of the step that is collected
         self._heard: list[tuple[Group, Beams]] = []  # whose beams the step that is collected contains
 
-    def take(self, row: Row, result: StepResult, place: int, now_us: int) -> RowResult:
+    def take(self, rows: tuple[Row, ...], result: StepResult, now_us: int) -> tuple[RowResult, ...]:
+        """The outcome of each row of a step."""
+        self._split_left = MAX_SPLIT
+        return tuple([self._take(row, result, place, now_us) for place, row in enumerate(rows)])
+
+    def _take(self, row: Row, result: StepResult, place: int, now_us: int) -> RowResult:
         """One row's outcome: the token, and those forced behind it, are appended, told to the caller and judged for a
         stop."""
         live = self._sequences[row.sequence_id]
@@ -148,7 +159,7 @@ class Rows:
         """The token, and those forced behind it, as text and log-probabilities; and whether the sequence ends there."""
         text, finish, reason = push(live, token_id)
         token_ids = [token_id]
-        for forced in forced_tokens(live) if finish is None else ():
+        for forced in self._forced_tokens(live) if finish is None else ():
             more, finish, reason = push(live, forced)
             text += more
             token_ids.append(forced)
@@ -159,6 +170,13 @@ class Rows:
             assert result.logprobs is not None
             logprobs = (self._logprobs(result.logprobs, place, live.params.logprobs),)
         return Delta(live.index, text, tuple(token_ids), logprobs, finish and finish.value, reason)
+
+    def _forced_tokens(self, live: Live) -> Iterator[int]:
+        """The tokens that are forced next, as far as this step may split their text. Each must be pushed before the
+        next one is asked for."""
+        while (forced := forced_token(live)) is not None and forced.num_split <= self._split_left:
+            self._split_left -= forced.num_split
+            yield forced.token_id
 
     def _take_prompt_logprobs(self, live: Live, result: StepResult, place: int) -> None:
         found = result.prompt_logprobs.get(place)

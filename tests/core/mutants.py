@@ -305,7 +305,7 @@ def charge_twice(charge):
     return lambda tenants, service: charge(charge(tenants, service), service)
 
 
-def refund_nothing(settled):
+def refund_nothing(charged):
     return lambda state, plan, results: state.tenants
 
 
@@ -313,8 +313,8 @@ def sample_known_tokens_too(is_due):
     return lambda sequence, row: row.samples
 
 
-def forget_who_pays_for_forced_tokens(settled):
-    return lambda state, plan, results: settled(state, plan, tuple([r._replace(num_accepted=1) for r in results]))
+def forget_who_pays_for_forced_tokens(charged):
+    return lambda state, plan, results: charged(state, plan, tuple([r._replace(num_accepted=1) for r in results]))
 
 
 def break_reservations(num_blocks_reserved):
@@ -481,8 +481,8 @@ MUTANTS_FOR_SEARCH = [
     (parking, "_cancel_fetch", discard_nothing, "failure"),
     (arriving, "enter", bank_credit, "turns"),
     (planning, "leave", forget_who_was_in_line, "turns"),
-    (confirming, "_settled", refund_nothing, "way"),
-    (confirming, "_settled", forget_who_pays_for_forced_tokens, "forced"),
+    (confirming, "_charged", refund_nothing, "way"),
+    (confirming, "_charged", forget_who_pays_for_forced_tokens, "forced"),
     (confirming, "_is_due", sample_known_tokens_too, "forced"),
     (yielding, "_candidates", preempt_who_is_owed, "owed three"),
     (planning, "is_stuck", never, "beams"),

@@ -10,7 +10,7 @@ from pagedjax.core.events import StepDone
 from pagedjax.core.request import SamplingParams
 from pagedjax.core.scheduler import update
 from pagedjax.core.structure import StructuredOutputsParams
-from pagedjax.engine import live
+from pagedjax.engine import rows
 from pagedjax.engine.grammar import GrammarState
 from pagedjax.engine.record import Recorder, read
 from tests.engine.fakes import run
@@ -39,7 +39,7 @@ def engine(tiny_engine):
 def one_by_one():
     """Every token is sampled."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GrammarState, "forced", lambda self: [])
+        patch.setattr(GrammarState, "forced", lambda self: None)
         yield
 
 
@@ -119,6 +119,16 @@ def test_tokens_that_must_be_sampled_are(engine, options):
     assert counted(engine, "jump_forward_tokens_total") == before
 
 
+def new_tokens(engine, num_requests):
+    """How many tokens each delta has, step by step, where so many want the same answer at once."""
+    for request in requests(engine, [shaped(ANSWER)] * num_requests):
+        engine.add(request)
+    steps = []
+    while engine.has_work:
+        steps.append([len(update.delta.token_ids) for update in engine.step()])
+    return [found for found in steps if found]
+
+
 def test_what_is_forced_comes_in_one_piece_and_is_counted_once(engine):
     names = ("generation_tokens_total", "jump_forward_tokens_total", "time_to_first_token_seconds_count")
     before = [counted(engine, name) for name in names]
@@ -133,10 +143,24 @@ def test_what_is_forced_comes_in_one_piece_and_is_counted_once(engine):
 def test_a_long_text_is_forced_in_parts_so_that_no_step_waits_for_long(engine, monkeypatch):
     expected, num_steps = outcome(engine, shaped(ANSWER))
     assert num_steps == 2
-    monkeypatch.setattr(live, "MAX_SPLIT", 2 * len(ANSWER))
+    monkeypatch.setattr(rows, "MAX_SPLIT", 2 * len(ANSWER))
     found, num_more = outcome(engine, shaped(ANSWER))
     assert found == expected
     assert num_more > 2 * num_steps
+
+
+def test_what_is_forced_is_sampled_while_it_is_longer_than_a_step_may_split(engine, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_SPLIT", len(ANSWER) - 4)
+    assert new_tokens(engine, 1)[:4] == [[1], [1], [1], [2]]
+
+
+def test_the_rows_of_a_step_share_what_it_may_split_and_the_next_step_has_it_anew(engine, monkeypatch):
+    assert new_tokens(engine, 3) == [[len(ANSWER)] * 3]
+    # As much as is split for one whole answer behind its first token.
+    monkeypatch.setattr(rows, "MAX_SPLIT", sum(range(len(ANSWER))))
+    first, second, *_ = new_tokens(engine, 3)
+    assert first == [len(ANSWER), 1, 1]
+    assert second == [len(ANSWER) - 1, 2]
 
 
 def test_blocks_of_forced_tokens_are_found_by_their_names(engine):
