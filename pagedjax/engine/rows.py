@@ -18,8 +18,8 @@ from pagedjax.runtime.sampler import Scores
 from pagedjax.runtime.tokens import TokenTable
 
 # Behind each forced token all the text that is still forced is split into tokens anew, 0.8 µs each: in a step so many,
-# which take 16 ms, over all rows. What they do not suffice for is sampled, or forced by later steps; to have looked at it
-# costs nothing more, since its mask is made from the same split.
+# which take 16 ms, over all rows. What they do not suffice for is sampled, or forced by later steps; to have looked
+# costs nothing more, since a mask is made from the same split.
 MAX_SPLIT = 20_000
 
 
