@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -154,16 +154,16 @@ class Asker:
         self._socket.close()
 
     async def ask(self) -> Wait:
-        """Sends one, and returns at the answer's end. Raises ConnectionError."""
+        """Sends one, and returns at the answer's end. Raises ConnectionError, and ValueError if it has no content."""
         self._wait: Wait | None = None
         self._first = b""
-        self._done = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[Wait] = asyncio.get_running_loop().create_future()
         # Of different lengths, so that streams do not fall into step.
         body = json.dumps(self._body | {"max_tokens": random.randint(8, 24)}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         self._began_s = time.time()
         self._socket.send(head.encode() + body)
-        return cast(Wait, await self._done)
+        return await self._done
 
     def _read(self) -> None:
         data, notes, _, _ = self._socket.recvmsg(65536, 64)
@@ -178,7 +178,10 @@ class Asker:
                 arrived_s, engine_s = seconds + nanoseconds / 1e9, float(contents[1].partition(b'"')[0])
                 self._wait = Wait(arrived_s - self._began_s - engine_s, time.time() - arrived_s)
         if data.endswith(b"0\r\n\r\n"):
-            self._done.set_result(self._wait)
+            if self._wait is None:
+                self._done.set_exception(ValueError(f"an answer without content: {self._first[:200]!r}"))
+            else:
+                self._done.set_result(self._wait)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from serving.telemetry.metrics import METHODS, HttpMetrics
 log = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
+# Seconds that a refused client has to stop sending, so that it reads why: enough for what is on its way over a slow
+# line, too little to hold connections open with.
 LINGER_S = 5.0
 
 
@@ -51,18 +53,16 @@ class Edge:
         headers: dict[str, str] = {}
         arrival_s = time.monotonic()
         scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers, arrival_s=arrival_s)
-        status, first_byte_s = 0, None
+        status, first_byte_s, lingers = 0, None, False
         body = Body(receive, Headers(scope=scope), self._max_body_bytes)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status, first_byte_s
+            nonlocal status, first_byte_s, lingers
             if message["type"] == "http.response.start":
                 status, first_byte_s = message["status"], time.perf_counter() - began
                 MutableHeaders(scope=message).update({"x-request-id": request_id, **headers})
             elif not message.get("more_body") and not body.is_over and _is_last_request(scope):
-                await send({**message, "more_body": True})
-                await body.drain()
-                message = {"type": "http.response.body"}
+                message, lingers = {**message, "more_body": True}, True
             await send(message)
 
         self._metrics.begin()
@@ -78,6 +78,10 @@ class Edge:
             await errors.error_response(error, request_id)(scope, receive, send_with_id)
         finally:
             self._finish(scope, status or CLIENT_GONE_STATUS, time.perf_counter() - began, first_byte_s)
+        if lingers:
+            # After the books are closed: the whole answer is out, and what the client does now is none of its time.
+            await body.drain()
+            await send({"type": "http.response.body"})
 
     def _finish(self, scope: Scope, status: int, duration_s: float, first_byte_s: float | None) -> None:
         state, caller = scope["state"], scope["state"].get("caller")
@@ -91,7 +95,7 @@ class Edge:
 
 class Body:
     """`receive` that refuses bodies over `max_bytes`, announced or not (RequestError body_too_large), and packed ones
-    (unsupported_encoding)."""
+    (unsupported_encoding). `is_over` once nothing more of the body comes; `drain` takes what does."""
 
     def __init__(self, receive: Receive, headers: Headers, max_bytes: int) -> None:
         self._receive, self._headers, self._max_bytes = receive, headers, max_bytes
@@ -125,7 +129,8 @@ class Body:
 
 
 def _is_last_request(scope: Scope) -> bool:
-    """Whether the connection is closed behind the answer."""
+    """Whether the client wants the connection closed behind the answer. The server may close it for reasons of its own,
+    which do not show here."""
     return scope.get("http_version") == "1.0" or "close" in Headers(scope=scope).get("connection", "").lower()
 
 

@@ -1,11 +1,12 @@
 """What the commands set beside the engine's own configuration: each field is a flag and a key of the --config file."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from pagedjax.cli.flags import flag_name, option
+from pagedjax.cli.flags import option
 from pagedjax.cli.placement import EngineProcess
 from pagedjax.core.errors import ConfigError
+from pagedjax.engine.config import refuse_empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        _refuse_empty(self)
+        refuse_empty(self)
         if self.allowed_hosts is not None and not self.allowed_hosts.strip(", "):
             raise ConfigError("allowed_hosts names no host; drop --allowed-hosts or name one")
         if self.max_body_bytes < 1:
@@ -75,12 +76,4 @@ class ChatOptions:
     max_tokens: int | None = option(None, "conversation", "longest answer in tokens", "up to the context's end")
 
     def __post_init__(self) -> None:
-        _refuse_empty(self)
-
-
-def _refuse_empty(options: ServeOptions | ChatOptions) -> None:
-    """Raises ConfigError for an empty text where None stands for "not given": it says nothing."""
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if field.default is None and isinstance(value, str) and not value.strip():
-            raise ConfigError(f"{field.name} is empty; drop {flag_name(field.name)} or give it a value")
+        refuse_empty(self)

@@ -6,6 +6,7 @@ from typing import Any
 from pagedjax import __version__
 from pagedjax.cli import flags
 from pagedjax.cli.options import ChatOptions, ServeOptions
+from pagedjax.engine.config import EngineConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 COST_MODELS = ("cpu-xla", "h200-like")
@@ -69,8 +70,6 @@ def _add_kernel_flags(info: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace, options: type) -> dict[str, Any]:
     """What the --config file and the command line set, by field name; the command line wins."""
-    from pagedjax.engine.config import EngineConfig
-
     given = {name: value for name, value in vars(args).items() if name not in ("command", "config")}
     if not hasattr(args, "config"):
         return given
@@ -86,8 +85,6 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
 
 
 def _add_settings(command: argparse.ArgumentParser, options: type, model_help: str) -> None:
-    from pagedjax.engine.config import EngineConfig
-
     absent = argparse.SUPPRESS
     file_help = "TOML file with any of the settings below, a key each; flags win over it"
     command.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=model_help)

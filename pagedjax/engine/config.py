@@ -5,7 +5,7 @@ Every field is a flag of `pagedjax serve`, a keyword of `LLM(...)` and a TOML ke
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -105,6 +105,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        refuse_empty(self)
         _ = self.runtime
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}; set --dtype")
@@ -253,9 +254,15 @@ def _check_types(config: EngineConfig) -> None:
         allowed, words = _KINDS[kind]
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{name} must be {words}, not {value!r}; set {_flag(name)}")
-        # Where None stands for "not given", the empty text says nothing.
-        if NoneType in kinds and isinstance(value, str) and not value.strip():
-            raise ConfigError(f"{name} is empty; drop {_flag(name)} or give it a value")
+
+
+def refuse_empty(config: Any) -> None:
+    """Raises ConfigError for an empty text in a dataclass whose fields are flags, where None stands for "not given": it
+    says nothing."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.default is None and isinstance(value, str) and not value.strip():
+            raise ConfigError(f"{one.name} is empty; drop {_flag(one.name)} or give it a value")
 
 
 def _flag(name: str) -> str:

@@ -26,7 +26,7 @@ class Stream:
         self._abort = abort
         self._num_unfinished = request.params.n
         self._deltas: deque[Delta] = deque()
-        self._has_begun = False
+        self._has_been_fed = False
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -70,11 +70,11 @@ class Stream:
             self.embedding = update.embedding
             self._num_unfinished -= update.delta.finish_reason is not None
             self._deltas.append(update.delta)
-        if self._has_begun:
+        if self._has_been_fed:
             self._loop.call_soon(self._wake)
         else:
             self._wake()
-        self._has_begun = True
+        self._has_been_fed = True
         return self.ended
 
     @property

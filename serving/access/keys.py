@@ -75,7 +75,10 @@ class KeySource:
         for role, secret in self.secrets:
             # An empty one too: whoever sets it means that keys are asked for.
             if len(secret) < MIN_KEY_CHARS:
-                raise ConfigError(f"{VARIABLES[role]} has {len(secret)} characters; a key needs {MIN_KEY_CHARS}")
+                raise ConfigError(
+                    f"{VARIABLES[role]} has {len(secret)} characters; a key needs {MIN_KEY_CHARS}; "
+                    "unset it, or make one with `pagedjax keys NAME`"
+                )
             keys += (ApiKey(name=f"environment-{role}", digest=digest(secret), role=role),)
         seen: set[bytes] = set()
         for key in keys:

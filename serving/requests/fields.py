@@ -56,18 +56,17 @@ def record(value: Any, name: str) -> dict[str, Any]:
 
 def shallow_record(value: Any, name: str) -> dict[str, Any]:
     """An object that others will walk through, whatever it holds: nested at most MAX_DEPTH deep."""
-    level: list[Any] = [record(value, name)]
+    found = record(value, name)
+    level: list[Any] = [found]
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _members(outer)]
+        level = [inner for outer in level for inner in _members(outer) if isinstance(inner, dict | list)]
         if not level:
-            return value  # type: ignore[no-any-return]
+            return found
     raise RequestError(f"{name} is nested more than {MAX_DEPTH} deep", param=name)
 
 
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def strings(value: Any, name: str) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ MAX_KWARG_CHARS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingCall:
     """What completions and chats have in common. `params` may ask the engine for more log-probabilities than `logprobs`
-    and `prompt_logprobs`, the numbers of alternatives to show, or None. `continuous_usage` shows each chunk's too."""
+    and `prompt_logprobs`, the numbers of alternatives to show, or None. With `continuous_usage` every chunk tells the
+    usage so far."""
 
     params: SamplingParams
     logprobs: int | None = None

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import re
 import socket
 
 import pytest
@@ -68,9 +69,10 @@ def test_a_body_over_the_limit_is_413_without_a_content_length_too(client_of, en
 @pytest.mark.parametrize("num_sent", [30_000_000, 0])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_who_still_sends_gets_its_refusal_before_the_connection_is_closed(
-    FakeEngine, serving_of, monkeypatch, version, num_sent
+    FakeEngine, serving_of, monkeypatch, caplog, version, num_sent
 ):
-    monkeypatch.setattr(edge, "LINGER_S", 5.0 if num_sent else 0.05)
+    caplog.set_level(logging.INFO, "serving")
+    monkeypatch.setattr(edge, "LINGER_S", 5.0 if num_sent else 0.3)
     head = f"POST /v1/completions HTTP/{version}\r\nhost: a\r\nconnection: close\r\ncontent-length: 30000000\r\n\r\n"
     with (
         serving_of(FakeEngine()) as server,
@@ -79,6 +81,8 @@ def test_who_still_sends_gets_its_refusal_before_the_connection_is_closed(
         client.sendall(head.encode() + bytes(num_sent))
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert b"413" in answer[:20] and b"body_too_large" in answer
+    (duration_s,) = re.findall(r"status=413 duration_s=(\S+)", caplog.text)
+    assert float(duration_s) < edge.LINGER_S
 
 
 @pytest.mark.parametrize(

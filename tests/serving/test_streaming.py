@@ -48,6 +48,18 @@ def test_usage_comes_with_every_chunk_where_that_is_asked(client, events, ask):
         assert counts == sorted(counts) and counts[-1] == 13 and len(set(counts)) > 2
 
 
+@pytest.mark.parametrize("ask", ["complete", "chat"])
+def test_usage_so_far_comes_for_steps_without_text_too(client_of, FakeEngine, events, ask):
+    client = client_of(FakeEngine(["a", "", "b"]))
+    counts = []
+    for is_continuous in (True, False):
+        options = {"include_usage": True, "continuous_usage_stats": is_continuous}
+        *chunks, _, _ = events(getattr(client, ask)(stream=True, stream_options=options))
+        counts.append([chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in chunks])
+    begin = [1] if ask == "chat" else []
+    assert counts == [[*begin, 1, 1, 2, 3], [None] * len([*begin, 1, 2, 3])]
+
+
 def test_each_choice_begins_with_its_role_and_adds_up(client, events):
     *chunks, _ = events(client.chat(stream=True, n=3))
     for i in range(3):

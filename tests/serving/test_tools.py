@@ -242,7 +242,7 @@ def test_earlier_calls_and_results_reach_the_template(monkeypatch):
 
 
 def nested(depth):
-    return {"properties": nested(depth - 1)} if depth else {}
+    return {"properties": nested(depth - 1)} if depth else {"description": "a leaf"}
 
 
 DEEP = nested(MAX_DEPTH)
