@@ -108,7 +108,7 @@ def test_whoever_waits_too_long_for_a_first_step_is_504_and_leaves_nothing(servi
 def test_a_step_that_hangs_is_told_by_health_and_metrics_and_ends_pending_requests_and_the_process(
     engine, monkeypatch, wait_for, caplog
 ):
-    monkeypatch.setattr("serving.server.STUCK_GRACE_S", 0.5)
+    monkeypatch.setattr("serving.server.STUCK_GRACE_S", 2.0)
     engine.hang, engine.reply = True, ()
     server = DrainingServer(create_app(engine), bind("127.0.0.1", 0), 1.0)
     statuses, answers = [], []
