@@ -1,7 +1,6 @@
 """Admission: who in line comes to run in the step being planned, and with what it starts."""
 
 from bisect import insort
-from dataclasses import replace
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.batch import Batch, plan_row
@@ -87,7 +86,7 @@ def admit(state: State, batch: Batch) -> State:
         insort(running, admitted, key=lambda s: s.rank)
         waiting = lines.remove(waiting, sequence)
         slots -= 1
-    return replace(state, pool=pool, tiers=tiers, waiting=waiting, running=tuple(running), shared_tails=shared_tails)
+    return state._replace(pool=pool, tiers=tiers, waiting=waiting, running=tuple(running), shared_tails=shared_tails)
 
 
 def _start_of(

@@ -1,7 +1,6 @@
 """Take a request into the line, or say why not."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 from pagedjax.core import waiting as lines
@@ -39,7 +38,7 @@ def arrived(state: State, event: Arrived) -> tuple[State, tuple[Effect, ...]]:
     )
     credit = config.credit if _runs(state, request.tenant) else 0
     tenants = enter(state.tenants, request.tenant, state.waiting.queues, config.tenant_weights, credit)
-    return replace(state, waiting=lines.enqueue(state.waiting, sequence), tenants=tenants), ()
+    return state._replace(waiting=lines.enqueue(state.waiting, sequence), tenants=tenants), ()
 
 
 def _runs(state: State, tenant: str) -> bool:

@@ -10,7 +10,6 @@ choice stand in line without room, it gives way, the lowest rank first: so a gro
 """
 
 from collections.abc import Container
-from dataclasses import replace
 
 from pagedjax.core import waiting as lines
 from pagedjax.core.config import SchedulerConfig
@@ -42,7 +41,7 @@ def choose(state: State, choices: tuple[RowResult, ...]) -> tuple[State, tuple[E
         state, more = _choose_in_line(state, choice, running)
         effects += more
     tenants = leave(state.tenants, queues, state.waiting.queues)
-    return replace(state, running=tuple(running.values()), tenants=tenants), tuple(effects)
+    return state._replace(running=tuple(running.values()), tenants=tenants), tuple(effects)
 
 
 def is_stuck(state: State) -> bool:
@@ -58,7 +57,7 @@ def give_way(state: State) -> tuple[State, tuple[Effect, ...]]:
     """The lowest-ranked of those that run gets in line."""
     order = order_of(state, {})
     last = max(state.running, key=order.running)
-    return drain(replace(state, running=tuple([yields(s, "memory") if s is last else s for s in state.running])))
+    return drain(state._replace(running=tuple([yields(s, "memory") if s is last else s for s in state.running])))
 
 
 def _choose_in_line(state: State, choice: RowResult, running: Container[int]) -> tuple[State, tuple[Effect, ...]]:
@@ -66,14 +65,14 @@ def _choose_in_line(state: State, choice: RowResult, running: Container[int]) ->
     if waiter is None:
         raise SchedulerError(f"sequence {choice.sequence_id} is not here")
     chosen = _chosen(waiter, choice, state.config)
-    state = replace(state, waiting=lines.remove(state.waiting, waiter))
+    state = state._replace(waiting=lines.remove(state.waiting, waiter))
     for fork in choice.children:
         if fork.sequence_id in running or fork.sequence_id in state.waiting.places:
             raise SchedulerError(f"sequence {fork.sequence_id} is here already")
         state = _with_child_in_line(state, chosen, fork)
     if chosen.finish is not None:
         return end(state, chosen)
-    return replace(state, waiting=lines.park(state.waiting, chosen)), ()
+    return state._replace(waiting=lines.park(state.waiting, chosen)), ()
 
 
 def _with_child_in_line(state: State, parent: Sequence, fork: Fork) -> State:
@@ -82,7 +81,7 @@ def _with_child_in_line(state: State, parent: Sequence, fork: Fork) -> State:
     child = child_of(parent, fork, state.config)._replace(num_computed=num_kept)
     tiers, _ = park_without_device(state.tiers, child, state.config.block_size)
     child = child._replace(phase=phase_of(tiers, child.sequence_id), num_computed=0)
-    return replace(state, tiers=tiers, waiting=lines.park(state.waiting, child))
+    return state._replace(tiers=tiers, waiting=lines.park(state.waiting, child))
 
 
 def _chosen(sequence: Sequence, choice: RowResult, config: SchedulerConfig) -> Sequence:

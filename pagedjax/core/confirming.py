@@ -6,7 +6,6 @@ samples is known, and counts no more.
 """
 
 from collections import Counter
-from dataclasses import replace
 from operator import itemgetter
 
 from pagedjax.core.blocks import register
@@ -41,8 +40,7 @@ def step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]
         sequence_id = row[0]
         sequences[sequence_id] = _accept(sequences[sequence_id], row, result, state.config)
     named_blocks = _filled_blocks(plan, event.results, sequences, state.config.block_size)
-    state = replace(
-        state,
+    state = state._replace(
         running=tuple(sequences.values()),
         pool=register(state.pool, named_blocks) if named_blocks else state.pool,
         pending=state.pending[1:],
@@ -50,7 +48,7 @@ def step_done(state: State, event: StepDone) -> tuple[State, tuple[Effect, ...]]
         tenants=tenants,
     )
     if state.suspects:
-        state = replace(state, suspects=without_cleared(state.suspects, plan, event.results))
+        state = state._replace(suspects=without_cleared(state.suspects, plan, event.results))
     if not event.choices and not any(map(_CHILDREN, event.results)):
         return drain(state)
     state, effects = choose(state, event.choices)

@@ -5,8 +5,6 @@ tokens that were confirmed, swapped if lower tiers have copies of its leading bl
 fail, the *suspects*, are then tried alone, one after the other; one that fails alone too ends with an error.
 """
 
-from dataclasses import replace
-
 from pagedjax.core.blocks import make_pool
 from pagedjax.core.effects import Effect
 from pagedjax.core.errors import SchedulerError
@@ -38,8 +36,7 @@ def step_failed(state: State, event: StepFailed) -> tuple[State, tuple[Effect, .
         num_expected = sequence.num_tokens if sequence.num_in_flight else sequence.num_expected
         running.append(sequence._replace(num_expected=num_expected, num_in_flight=0, blocks=()))
     here = {s.sequence_id for s in running if s.finish is None} | set(state.suspects)
-    state = replace(
-        state,
+    state = state._replace(
         running=tuple(running),
         pool=make_pool(state.config.num_blocks),
         tiers=tiers,

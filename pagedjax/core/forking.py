@@ -5,8 +5,6 @@ hold it gets a copy first, and the last one writes in place. So n samples of one
 hold floor(P / B) + n * (ceil((P + O) / B) - floor(P / B)) blocks of B tokens at the end. After vLLM (SOSP'23, 4.4).
 """
 
-from dataclasses import replace
-
 from pagedjax.core.blocks import BlockPool, give, share
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.effects import Effect
@@ -41,7 +39,7 @@ def add_children(
             if child.num_computed % state.config.block_size:
                 shared_tails |= {child.blocks[-1]}
     in_rank_order = tuple(sorted(running.values(), key=lambda s: s.rank))
-    return replace(state, running=in_rank_order, pool=pool, shared_tails=shared_tails)
+    return state._replace(running=in_rank_order, pool=pool, shared_tails=shared_tails)
 
 
 def leave_for_slots(state: State, results: tuple[RowResult, ...]) -> tuple[State, tuple[Effect, ...]]:
@@ -55,7 +53,7 @@ def leave_for_slots(state: State, results: tuple[RowResult, ...]) -> tuple[State
         if excess > 0 and running[index].sequence_id in children and running[index].phase is Phase.RUNNING:
             running[index] = yields(running[index], "slots")
             excess -= 1
-    return drain(replace(state, running=tuple(running)))
+    return drain(state._replace(running=tuple(running)))
 
 
 def writes_shared_tail(sequence: Sequence, pool: BlockPool, shared_tails: frozenset[int], block_size: int) -> bool:

@@ -1,7 +1,5 @@
 """Leaving the running set, once no step in flight contains the sequence any more."""
 
-from dataclasses import replace
-
 from pagedjax.core import waiting as lines
 from pagedjax.core.blocks import give
 from pagedjax.core.effects import Effect, Finish, Preempt
@@ -35,7 +33,7 @@ def drain(state: State) -> tuple[State, tuple[Effect, ...]]:
     shared_tails = state.shared_tails
     if shared_tails:
         shared_tails = frozenset([b for b in shared_tails if state.pool.counts.get(b, 0) > 1])
-    return replace(state, running=running, shared_tails=shared_tails), tuple(effects)
+    return state._replace(running=running, shared_tails=shared_tails), tuple(effects)
 
 
 def end(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
@@ -49,7 +47,7 @@ def end(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
     if sequence.finish in (FinishReason.STOP, FinishReason.LENGTH):
         tenants = ended(tenants, sequence.request.tenant, sequence.num_tokens - sequence.request.prompt_len)
     suspects = tuple([i for i in state.suspects if i != sequence.sequence_id])
-    state = replace(state, pool=pool, tiers=tiers, tenants=tenants, suspects=suspects)
+    state = state._replace(pool=pool, tiers=tiers, tenants=tenants, suspects=suspects)
     return state, (*effects, Finish(sequence.sequence_id, sequence.finish))
 
 
@@ -78,7 +76,7 @@ def settle(state: State, sequence_id: int) -> State:
         return state
     next_phase(sequence.phase, Cause.LOSE if phase is Phase.WAITING else Cause.STORE)
     waiting = lines.remove(state.waiting, sequence)
-    return replace(state, waiting=lines.park(waiting, sequence._replace(phase=phase)))
+    return state._replace(waiting=lines.park(waiting, sequence._replace(phase=phase)))
 
 
 def _back_in_line(state: State, sequence: Sequence) -> tuple[State, tuple[Effect, ...]]:
@@ -92,7 +90,7 @@ def _back_in_line(state: State, sequence: Sequence) -> tuple[State, tuple[Effect
     tenants = enter(state.tenants, tenant, state.waiting.queues, config.tenant_weights, config.credit)
     waiting = lines.park(state.waiting, back_in_line(sequence, state.now_us)._replace(phase=phase))
     effects = (*effects, _preempt(tiers, sequence, state.config.block_size))
-    return replace(state, pool=pool, tiers=tiers, waiting=waiting, tenants=tenants), effects
+    return state._replace(pool=pool, tiers=tiers, waiting=waiting, tenants=tenants), effects
 
 
 def _preempt(tiers: Tiers, sequence: Sequence, block_size: int) -> Preempt:

@@ -5,7 +5,6 @@ Sarathi-Serve (OSDI'24): decodes take their tokens before any prompt, so a long 
 """
 
 from collections import defaultdict
-from dataclasses import replace
 
 from pagedjax.core.admission import admit
 from pagedjax.core.batch import Batch, plan_row
@@ -71,13 +70,12 @@ def _plan(state: State, alone: int | None) -> tuple[State, tuple[Effect, ...]]:
     rows = batch.rows
     if not rows:
         # Somebody may have left the line without a row: what it had is being fetched.
-        return replace(state, tenants=leave(state.tenants, line.queues, state.waiting.queues)), tuple(batch.effects)
+        return state._replace(tenants=leave(state.tenants, line.queues, state.waiting.queues)), tuple(batch.effects)
     scatters: tuple[Scatter, ...] = ()
     if state.tiers.landing:
         state, scatters = land(state, rows)
     plan = StepPlan(state.next_plan_id, rows, scatters)
-    state = replace(
-        state,
+    state = state._replace(
         pending=(*state.pending, Filled(batch.filled)),
         in_flight=(*state.in_flight, plan),
         next_plan_id=state.next_plan_id + 1,
@@ -146,7 +144,7 @@ def _continue_running(state: State, batch: Batch) -> tuple[State, bool]:
         running[index] = plan_row(batch, sequence, length, block_size)
     if by_rank:
         running.sort(key=lambda s: s.rank)
-    state, effects = drain(replace(state, running=tuple(running), pool=pool, tiers=tiers))
+    state, effects = drain(state._replace(running=tuple(running), pool=pool, tiers=tiers))
     batch.effects.extend(effects)
     if copies:
         # Behind the gathers of the victims, whose blocks may be among the targets.

@@ -5,7 +5,6 @@ will need, so that nothing else can be in its way; it runs, and its blocks are s
 plan after the last of its transfers.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from pagedjax.core.blocks import BlockPool, forget, share, take
@@ -86,7 +85,7 @@ def land(state: State, rows: tuple[Row, ...]) -> tuple[State, tuple[Scatter, ...
         if sequence.sequence_id in landed:
             scatters += tiers.parked[sequence.sequence_id].scatters
             pool, tiers = unpark(pool, tiers, sequence, state.config.block_size)
-    return replace(state, pool=pool, tiers=tiers), scatters
+    return state._replace(pool=pool, tiers=tiers), scatters
 
 
 def _fetch(

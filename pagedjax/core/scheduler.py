@@ -50,7 +50,7 @@ def update(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     if event.now_us < state.now_us:
         raise SchedulerError(f"time runs backwards: {event.now_us} after {state.now_us}")
     if event.now_us > state.now_us:
-        state = replace(state, now_us=event.now_us)
+        state = state._replace(now_us=event.now_us)
     match event:
         case Arrived():
             return arrived(state, event)
@@ -82,7 +82,7 @@ def _config_changed(state: State, config: SchedulerConfig) -> State:
     tenants = state.tenants
     if config.tenant_weights != state.config.tenant_weights:
         tenants = reweighted(tenants, config.tenant_weights)
-    return replace(state, config=config, tenants=tenants, config_since=state.next_plan_id)
+    return state._replace(config=config, tenants=tenants, config_since=state.next_plan_id)
 
 
 def _aborted(state: State, sequence_id: int) -> tuple[State, tuple[Effect, ...]]:
@@ -91,13 +91,13 @@ def _aborted(state: State, sequence_id: int) -> tuple[State, tuple[Effect, ...]]
         # It is in no step in flight, so it is gone at once.
         waiting = lines.remove(state.waiting, waiter)
         tenants = leave(state.tenants, state.waiting.queues, waiting.queues)
-        state = replace(state, waiting=waiting, tenants=tenants)
+        state = state._replace(waiting=waiting, tenants=tenants)
         return end(state, waiter._replace(finish=FinishReason.ABORT))
     index = next((i for i, s in enumerate(state.running) if s.request.sequence_id == sequence_id), None)
     if index is None:
         return state, ()
     running = (*state.running[:index], _abort(state.running[index]), *state.running[index + 1 :])
-    return drain(replace(state, running=running))
+    return drain(state._replace(running=running))
 
 
 def _abort(sequence: Sequence) -> Sequence:

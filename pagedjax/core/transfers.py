@@ -4,8 +4,6 @@ A failed one costs a sequence what it would have brought, and nothing else: behi
 there it computes its tokens again.
 """
 
-from dataclasses import replace
-
 from pagedjax.core.blocks import forget
 from pagedjax.core.effects import Discard, Effect
 from pagedjax.core.errors import SchedulerError
@@ -22,7 +20,7 @@ def transfer_done(state: State, event: TransferDone) -> tuple[State, tuple[Effec
         raise SchedulerError(f"transfer {event.transfer_id} is not under way")
     if not event.ok:
         return _failed(state, event.transfer_id, transfer)
-    state = replace(state, tiers=end_transfer(state.tiers, event.transfer_id))
+    state = state._replace(tiers=end_transfer(state.tiers, event.transfer_id))
     if transfer.is_fetch:
         return _fetched(state, event.transfer_id, transfer)
     for sequence_id in transfer.sequence_ids:
@@ -39,9 +37,9 @@ def _fetched(state: State, transfer_id: int, transfer: Transfer) -> tuple[State,
     parked = parked._replace(awaited=tuple([i for i in parked.awaited if i != transfer_id]))
     tiers = state.tiers._replace(parked=state.tiers.parked.set(sequence_id, parked))
     if parked.awaited:
-        return replace(state, tiers=tiers), ()
+        return state._replace(tiers=tiers), ()
     tiers = tiers._replace(landing=(*tiers.landing, sequence_id))
-    return replace(_with_phase(state, sequence_id, Cause.LAND), tiers=tiers), ()
+    return _with_phase(state, sequence_id, Cause.LAND)._replace(tiers=tiers), ()
 
 
 def _failed(state: State, transfer_id: int, transfer: Transfer) -> tuple[State, tuple[Effect, ...]]:
@@ -54,7 +52,7 @@ def _failed(state: State, transfer_id: int, transfer: Transfer) -> tuple[State, 
     losers = [i for i, parked in sorted(tiers.parked.items()) if not lost.isdisjoint(parked.copies)]
     for sequence_id in losers:
         tiers = _give_up_lost(tiers, sequence_id, tiers.parked[sequence_id], lost)
-    state = replace(state, tiers=end_transfer(tiers, transfer_id))
+    state = state._replace(tiers=end_transfer(tiers, transfer_id))
     for sequence_id in (*losers, *transfer.sequence_ids):
         state = settle(state, sequence_id)
     if not transfer.is_fetch:
@@ -78,4 +76,4 @@ def _with_phase(state: State, sequence_id: int, cause: Cause) -> State:
         if sequence.sequence_id == sequence_id:
             stay = sequence.stay._replace(reason="failure") if cause is Cause.LOSE else sequence.stay
             running[index] = sequence._replace(phase=next_phase(sequence.phase, cause), stay=stay)
-    return replace(state, running=tuple(running))
+    return state._replace(running=tuple(running))

@@ -7,7 +7,6 @@ yields whose tenant is owed. Nobody yields in vain: if all who may would not mak
 """
 
 from collections import Counter
-from dataclasses import replace
 from typing import NamedTuple
 
 from pagedjax.core import waiting as lines
@@ -45,7 +44,7 @@ def make_way(state: State, order: Order) -> tuple[State, tuple[Effect, ...]]:
         running = _with_way_made(state, order, running)
     if running == list(state.running):
         return state, ()
-    return drain(replace(state, running=tuple(running)))
+    return drain(state._replace(running=tuple(running)))
 
 
 def is_shielded(sequence: Sequence, order: Order) -> bool:

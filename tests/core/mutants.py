@@ -129,7 +129,7 @@ def register_before_done(plan_step):
     def mutant(state):
         state, effects = plan_step(state)
         if effects and state.pending:
-            state = replace(state, pool=register(state.pool, state.pending[-1].items()))
+            state = state._replace(pool=register(state.pool, state.pending[-1].items()))
         return state, effects
 
     return mutant
@@ -179,7 +179,7 @@ def finish_at_once_though_in_flight(drain):
     def mutant(state, **options):
         leaves = [s for s in state.running if s.phase is Phase.ABORTING]
         running = tuple(s._replace(num_in_flight=0) if s in leaves else s for s in state.running)
-        return drain(replace(state, running=running), **options)
+        return drain(state._replace(running=running), **options)
 
     return mutant
 
@@ -355,7 +355,7 @@ def settle_nothing(settle):
 
 
 def share_no_tails(add_children):
-    return lambda *args: replace(add_children(*args), shared_tails=frozenset())
+    return lambda *args: add_children(*args)._replace(shared_tails=frozenset())
 
 
 def keep_all_forks(leave_for_slots):

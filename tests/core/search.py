@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.core import phases, tenants
@@ -134,7 +134,7 @@ def _expand(found: Found, place: int, depth: int, model: Model) -> None:
         found.num_edges += 1
         try:
             following.take(step)
-            if step == ("due",) and following.state == replace(model.state, now_us=following.state.now_us):
+            if step == ("due",) and following.state == model.state._replace(now_us=following.state.now_us):
                 continue  # nothing to plan
             key = digest(following)
             target = found.places.get(key)

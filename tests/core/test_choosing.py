@@ -2,7 +2,6 @@
 the chosen ones are the same. Blocks hold four tokens here."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -117,7 +116,7 @@ def force(world, rng):
     if able:
         index = rng.choice(able)
         running[index] = running[index]._replace(phase=Phase.YIELDING)
-        world.state = replace(world.state, running=tuple(running))
+        world.state = world.state._replace(running=tuple(running))
 
 
 TIGHT = {

@@ -1,7 +1,6 @@
 """Hypothesis looks for an order of events that breaks the scheduler: all kinds, in any order, on small tight worlds."""
 
 import random
-from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -106,7 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def best_ranked(self):
         """The best-ranked sequence that still runs, unless somebody in line is of a better grade."""
         state = self.world.state
-        order = order_of(replace(state, now_us=state.now_us + self.world.tick_us), {})
+        order = order_of(state._replace(now_us=state.now_us + self.world.tick_us), {})
         top = min((s for s in state.running if s.phase in STAYS), key=order.running, default=None)
         waiters = map(order.grade_in_line, in_rank_order(state.waiting))
         if top is None or top.phase is Phase.FETCHING:

@@ -1,6 +1,5 @@
 """Fair shares: what a tenant is charged, whose turn it is, and how far apart the tenants can get."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -116,7 +115,7 @@ def test_when_blocks_run_out_the_most_served_tenant_gives_way():
     world.run()
     early = world.arrive(4, max_tokens=12, tenant="a")
     late = [world.arrive(4, max_tokens=12, tenant="b") for _ in range(2)]
-    world.state = replace(world.state, tenants=accounts.charge(world.state.tenants, {"a": 1000}))
+    world.state = world.state._replace(tenants=accounts.charge(world.state.tenants, {"a": 1000}))
     while len(world.preempted) < 1:
         world.step()
     assert (world.preempted, world.running()) == ([early], late)

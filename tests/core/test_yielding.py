@@ -1,7 +1,5 @@
 """Preemption by rank: who must yield to somebody in line, when, and for how long nobody may."""
 
-from dataclasses import replace
-
 import pytest
 
 from pagedjax.core import tenants as accounts
@@ -397,7 +395,7 @@ def test_a_tenant_that_holds_too_many_blocks_gives_way_first_though_it_ranks_hig
     also = world.arrive(1, max_tokens=4, tenant="a")
     small = [world.arrive(1, max_tokens=4, tenant="b") for _ in range(2)]
     world.step()
-    world.state = replace(world.state, tenants=accounts.charge(world.state.tenants, {"b": 500}))
+    world.state = world.state._replace(tenants=accounts.charge(world.state.tenants, {"b": 500}))
     assert excess_blocks(world.state.running, order_of(world.state, {})) == {"a": 9 - 6}
     world.step()
     assert world.preempted == [also] and world.running() == [big, *small]

@@ -411,7 +411,7 @@ class World:
         victims = [s for s in yielding if s.stay.reason != "failure"]
         if not victims:
             return
-        order = order_of(replace(before, now_us=self.state.now_us), {})
+        order = order_of(before._replace(now_us=self.state.now_us), {})
         go_on = [s for s in self.state.running if s.phase in STAYS and s.sequence_id in ran]
         top = min(map(order.running, go_on), default=())
         last = max([order.running(s) for s in go_on if not s.stay.reserved], default=())

@@ -54,4 +54,4 @@ def preempt(engine, rng):
         index = rng.choice(able)
         victim = running[index]
         running[index] = victim._replace(phase=next_phase(victim.phase, Cause.PREEMPT))
-        engine.state = replace(engine.state, running=tuple(running))
+        engine.state = engine.state._replace(running=tuple(running))

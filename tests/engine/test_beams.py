@@ -96,9 +96,9 @@ SEARCHES = {
 def engine(tiny_engine, request):
     """Others want the engine as it was."""
     before = tiny_engine.state.config
-    tiny_engine.state = replace(tiny_engine.state, config=replace(before, async_scheduling=request.param))
+    tiny_engine.state = tiny_engine.state._replace(config=replace(before, async_scheduling=request.param))
     yield tiny_engine
-    tiny_engine.state = replace(tiny_engine.state, config=before)
+    tiny_engine.state = tiny_engine.state._replace(config=before)
 
 
 @pytest.mark.parametrize("wish", SEARCHES.values(), ids=SEARCHES)

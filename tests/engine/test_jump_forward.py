@@ -62,7 +62,7 @@ def outcome(engine, params, prompt=PROMPTS[0]):
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_the_tokens_are_those_that_would_be_sampled_in_fewer_steps(engine, ahead, temperature):
-    engine.state = replace(engine.state, config=replace(engine.state.config, async_scheduling=ahead))
+    engine.state = engine.state._replace(config=replace(engine.state.config, async_scheduling=ahead))
     params = shaped(FORM, temperature=temperature)
     with one_by_one():
         expected, num_steps = outcome(engine, params)

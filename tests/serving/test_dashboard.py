@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def test_a_copy_on_the_host_shows_whose_it_is():
     pool, block_ids = take(state.tiers.host, 2)
     copies = tuple(Copy(Tier.HOST, block_id) for block_id in block_ids)
     parked = state.tiers.parked.set(5, Parked((b"a" * 32, b"b" * 32), 32, copies))
-    state = replace(state, tiers=state.tiers._replace(host=pool, parked=parked))
+    state = state._replace(tiers=state.tiers._replace(host=pool, parked=parked))
     assert cells_of(state, 1) == [5, 5, dashboard.FREE, dashboard.FREE]
 
 
