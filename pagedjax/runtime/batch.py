@@ -4,8 +4,8 @@ Each input of a program costs dispatch time, so everything travels in one array 
 are fresh each step, since the CPU's device may read them in place while the next step is built.
 """
 
-import math
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -50,33 +50,30 @@ class PromptScoring(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """A padded step. Sampler rows are the plan's sampling rows, in order: `sampling_rows` [n] are their indices,
-    `sampling_slots` [n] their slots, `fields` [P, NUM_FIELDS] their packed fields, padded; the first `row_size` rows
-    go to the sampler. `is_decode`: each row has one token."""
+    """A padded step. Sampler rows are the plan's sampling rows, in order: `sampling_rows` are their indices,
+    `sampling_slots` their slots, `next_positions` those of the tokens that they sample, and `fields` [P, NUM_FIELDS]
+    their packed fields, padded; the first `row_size` rows go to the sampler. `is_decode`: each row has one token."""
 
     num_tokens: int
     is_decode: bool
     packed: np.ndarray
     row_size: int
     fields: np.ndarray
-    sampling_rows: np.ndarray
-    sampling_slots: np.ndarray
-    next_positions: np.ndarray
+    sampling_rows: list[int]
+    sampling_slots: list[int]
+    next_positions: list[int]
     prompt_scoring: tuple[PromptScoring, ...]
 
 
 def packed_size(shapes: Shapes, num_tokens: int) -> int:
-    return sum(map(math.prod, _part_shapes(shapes, num_tokens)))
+    size: int = _places(shapes, num_tokens)[-1].stop
+    return size
 
 
 def split(packed: Array, shapes: Shapes, num_tokens: int) -> StepInputs:
     """The parts of a packed array for `num_tokens` (one of the sizes): views in numpy, slices in a program."""
-    parts, offset = [], 0
-    for shape in _part_shapes(shapes, num_tokens):
-        size = math.prod(shape)
-        parts.append(packed[offset : offset + size].reshape(shape))
-        offset += size
-    return StepInputs(*parts)
+    parts = [packed[place] for place in _places(shapes, num_tokens)]
+    return StepInputs(*parts[:-1], parts[-1].reshape(-1, shapes.table_width))
 
 
 def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, block_size: int) -> DeviceBatch:
@@ -93,15 +90,17 @@ def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, 
     parts = split(packed, shapes, num_tokens)
     parts.block_tables[:num_rows] = slots.tables[rows.slots]
     parts.slots[total:] = -1
-    for row in range(num_rows):
-        _fill_row(parts, rows, row, slots, block_size)
+    is_decode = total == num_rows
+    num_decodes = num_rows if is_decode else next(row for row, length in enumerate(rows.lengths) if length != 1)
+    _fill_decodes(parts, rows, num_decodes, slots, block_size)
+    for row in range(num_decodes, num_rows):
+        _fill_chunk(parts, rows, row, block_size)
     parts.q_starts[: num_rows + 1] = rows.q_starts
     parts.q_starts[num_rows + 1 :] = total
     parts.kv_lens[:num_rows] = rows.ends
-    is_decode = total == num_rows
-    parts.num_decode_rows[0] = next((row for row, length in enumerate(rows.lengths) if length != 1), num_rows)
-    sampling = np.flatnonzero(rows.samples)
-    parts.picked[: len(sampling)] = np.array(rows.q_starts)[sampling + 1] - 1
+    parts.num_decode_rows[0] = num_decodes
+    sampling = [row for row, samples in enumerate(rows.samples) if samples]
+    parts.picked[: len(sampling)] = [rows.q_starts[row + 1] - 1 for row in sampling]
     return DeviceBatch(
         num_tokens, is_decode, packed, *_sampler_rows(rows, sampling, slots, shapes), _prompt_scoring(rows)
     )
@@ -151,19 +150,30 @@ def _require(holds: bool, complaint: Callable[[], str]) -> None:
         raise SchedulerError(complaint())
 
 
-def _fill_row(parts: StepInputs, rows: _Rows, row: int, slots: SlotTable, block_size: int) -> None:
-    """A row's tokens: their ids, positions and places in the cache."""
+def _fill_decodes(parts: StepInputs, rows: _Rows, num_rows: int, slots: SlotTable, block_size: int) -> None:
+    """The tokens of the leading rows, which have one each: their ids, positions and places in the cache."""
+    starts, slot_ids = rows.starts[:num_rows], rows.slots[:num_rows]
+    is_known = [start < entry.length for start, entry in zip(starts, rows.entries)]
+    sampled = slots.sampled_position
+    for known, start, slot in zip(is_known, starts, slot_ids):
+        if not known and sampled[slot] != start:
+            raise SchedulerError(f"token {start} is neither known nor just sampled")
+    parts.token_ids[:num_rows] = [
+        entry.ids[start] if known else -1 - slot
+        for known, entry, start, slot in zip(is_known, rows.entries, starts, slot_ids)
+    ]
+    parts.positions[:num_rows] = starts
+    parts.slots[:num_rows] = [
+        blocks[start // block_size] * block_size + start % block_size if writes else -1
+        for blocks, start, writes in zip(rows.blocks, starts, rows.writes)
+    ]
+
+
+def _fill_chunk(parts: StepInputs, rows: _Rows, row: int, block_size: int) -> None:
+    """The tokens of a row that has several."""
     first, past, start, end = rows.q_starts[row], rows.q_starts[row + 1], rows.starts[row], rows.ends[row]
-    entry, slot, blocks = rows.entries[row], rows.slots[row], rows.blocks[row]
-    is_known = end <= entry.length
-    if not is_known:
-        is_sampled = past - first == 1 and slots.sampled_position[slot] == start
-        _require(is_sampled, lambda: f"tokens before {end} are neither known nor just sampled")
-    if past - first == 1:  # as most are: arrays would take three times as long
-        parts.token_ids[first] = entry.ids[start] if is_known else -1 - slot
-        parts.positions[first] = start
-        parts.slots[first] = blocks[start // block_size] * block_size + start % block_size if rows.writes[row] else -1
-        return
+    entry = rows.entries[row]
+    _require(end <= entry.length, lambda: f"tokens before {end} are neither known nor just sampled")
     parts.token_ids[first:past] = entry.ids[start:end]
     positions = parts.positions[first:past] = np.arange(start, end)
     places = parts.block_tables[row, positions // block_size] * block_size + positions % block_size
@@ -171,15 +181,15 @@ def _fill_row(parts: StepInputs, rows: _Rows, row: int, slots: SlotTable, block_
 
 
 def _sampler_rows(
-    rows: _Rows, sampling: np.ndarray, slots: SlotTable, shapes: Shapes
-) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rows: _Rows, sampling: list[int], slots: SlotTable, shapes: Shapes
+) -> tuple[int, np.ndarray, list[int], list[int], list[int]]:
     num_sampling = len(sampling)
-    sampling_slots, next_positions = np.array(rows.slots)[sampling], np.array(rows.ends)[sampling]
-    fields = np.zeros((shapes.num_picked, slots.fields.shape[1]), np.int32)
-    fields[:num_sampling] = slots.fields[sampling_slots]
-    fields[num_sampling:] = slots.fields[slots.num_slots]
+    sampling_slots, next_positions = [rows.slots[row] for row in sampling], [rows.ends[row] for row in sampling]
+    padded_slots = np.full(shapes.num_picked, slots.num_slots)
+    padded_slots[:num_sampling] = sampling_slots
+    fields = slots.fields[padded_slots]
     fields[:num_sampling, 1] = next_positions
-    fields[:num_sampling, 2] = next_positions < slots.free_from[sampling_slots]
+    fields[:num_sampling, 2] = [end < slots.free_from[slot] for end, slot in zip(next_positions, sampling_slots)]
     return size_for(num_sampling, shapes.row_sizes), fields, sampling, sampling_slots, next_positions
 
 
@@ -197,10 +207,10 @@ def _prompt_scoring(rows: _Rows) -> tuple[PromptScoring, ...]:
     return tuple(found)
 
 
-def _part_shapes(shapes: Shapes, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    tokens, num_rows = (num_tokens,), shapes.num_rows(num_tokens)
-    return (
-        *(tokens, tokens, tokens),
-        *((num_rows + 1,), (num_rows,), (1,), (shapes.num_picked,)),
-        (num_rows, shapes.table_width),
-    )
+@cache
+def _places(shapes: Shapes, num_tokens: int) -> tuple[slice, ...]:
+    """Where each part lies in a packed array."""
+    num_rows = shapes.num_rows(num_tokens)
+    rows = (num_rows + 1, num_rows, 1, shapes.num_picked, num_rows * shapes.table_width)
+    ends = list(accumulate((num_tokens, num_tokens, num_tokens, *rows)))
+    return tuple(map(slice, [0, *ends], ends))

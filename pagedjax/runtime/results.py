@@ -21,8 +21,8 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, by the plan's rows. `ids` [rows] int32 are -1 where a row does not sample, and where it is
-    `faulty` [rows]: its logits were not finite, and only that sequence is lost.
+    """What a step gave, by the plan's rows. `ids` are -1 where a row does not sample, and where it is `faulty`: its
+    logits were not finite, and only that sequence is lost.
 
     `logprobs` is there when a sampling row asks (rows that do not sample hold -1 and 0), under the model's raw
     distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts,
@@ -30,8 +30,8 @@ class StepResult:
     """
 
     plan_id: int
-    ids: np.ndarray
-    faulty: np.ndarray
+    ids: list[int]
+    faulty: list[bool]
     logprobs: Scores | None
     prompt_logprobs: Mapping[int, PromptScores]
     pooled: Mapping[int, np.ndarray] = field(default_factory=dict)
@@ -63,12 +63,12 @@ class StepHandle:
 def bring(handle: StepHandle) -> StepResult:
     """Wait for a step and bring what it gave to the host. Raises what the device raised."""
     rows = handle.batch.sampling_rows
-    ids, faulty = np.full(handle.num_rows, FAULTY, np.int32), np.zeros(handle.num_rows, bool)
+    ids, faulty = [FAULTY] * handle.num_rows, [False] * handle.num_rows
     if handle.ids is None:
         handle.picked.block_until_ready()
     else:
-        ids[rows] = np.asarray(handle.ids)[: len(rows)]
-        faulty[rows] = ids[rows] == FAULTY
+        for row, token_id in zip(rows, np.asarray(handle.ids).tolist()):
+            ids[row], faulty[row] = token_id, token_id == FAULTY
     return StepResult(handle.plan_id, ids, faulty, _row_scores(handle, ids), _prompt_scores(handle), _pooled(handle))
 
 
@@ -76,11 +76,12 @@ def _pooled(handle: StepHandle) -> dict[int, np.ndarray]:
     return {one.row: np.asarray(one.values)[one.index].astype(np.float32) for one in handle.pooled}
 
 
-def _row_scores(handle: StepHandle, ids: np.ndarray) -> Scores | None:
+def _row_scores(handle: StepHandle, ids: list[int]) -> Scores | None:
     if handle.scores is None:
         return None
     rows = handle.batch.sampling_rows
-    sampled = sampler.unpack_scores(np.asarray(handle.scores)[: len(rows)], ids[rows])
+    sampled_ids = np.array([ids[row] for row in rows], np.int32)
+    sampled = sampler.unpack_scores(np.asarray(handle.scores)[: len(rows)], sampled_ids)
     scores = Scores(*(np.zeros((handle.num_rows, *part.shape[1:]), part.dtype) for part in sampled))
     scores.ids[:] = FAULTY
     for whole, part in zip(scores, sampled):

@@ -162,7 +162,7 @@ class Runner:
         for scatter, pieces in zip(plan.scatters, fetched):
             self._caches = copies.scatter(self.programs, self._caches, pieces, scatter.pairs)
         hidden, picked, self._caches = forward(self._parts.forward_leaves, self._caches, self._last_ids, batch.packed)
-        samples = len(batch.sampling_rows) > 0 and not defers_sampling
+        samples = bool(batch.sampling_rows) and not defers_sampling
         ids, scores = self._sample(batch, picked) if samples else (None, None)
         prompt_scores = self._score_prompts(plan, batch, hidden)
         pooled = self._pool(plan, batch, hidden, picked) if self.tokens.pooling_ids else ()
@@ -268,12 +268,13 @@ class Runner:
     def _sample(
         self, batch: DeviceBatch, picked: jax.Array, masks: Mapping[int, np.ndarray] = MappingProxyType({})
     ) -> tuple[jax.Array, jax.Array | None]:
-        size, slots = batch.row_size, batch.sampling_slots
-        if self._parts.argmax is not None and not masks and self._slots.wants_likeliest[slots].all():
+        size = batch.row_size
+        self._slots.note_sampled(batch.sampling_slots, batch.next_positions)
+        if self._parts.argmax is not None and not masks and self._slots.wants_more.isdisjoint(batch.sampling_slots):
             inputs = self._parts.head_leaves, picked, self._last_ids, batch.fields[:size]
             ids, self._last_ids = self.programs["argmax", size](*inputs)
-            self._slots.sampled_position[slots] = batch.next_positions
             return ids, None
+        slots = np.array(batch.sampling_slots)
         logits = self.programs["head", size](self._parts.head_leaves, picked)
         is_adjusted = self._slots.is_adjusted[slots]
         adjusted = self._adjust(logits, batch) if is_adjusted.any() else logits
@@ -285,7 +286,6 @@ class Runner:
             ids, self._last_ids = self.programs["sample", size](adjusted, self._last_ids, fields, uniform)
         else:
             ids, self._last_ids = self.programs["greedy", size](adjusted, self._last_ids, fields)
-        self._slots.sampled_position[slots] = batch.next_positions
         if is_adjusted.any():
             self._count(slots[is_adjusted], len(batch.fields))
         scores = self.programs["score", size](logits, ids) if self._slots.wants_logprobs[slots].any() else None
@@ -294,7 +294,7 @@ class Runner:
     def _allowed(self, batch: DeviceBatch, masks: Mapping[int, np.ndarray]) -> np.ndarray:
         """The bits of all rows that sample: int32 [row_size, words]."""
         allowed = np.full((batch.row_size, sampler.num_mask_words(self._config.vocab_size)), -1, np.int32)
-        for row, place in enumerate(batch.sampling_rows.tolist()):
+        for row, place in enumerate(batch.sampling_rows):
             if place in masks:
                 words = masks[place][0, : allowed.shape[1]]
                 allowed[row, : len(words)], allowed[row, len(words) :] = words, 0
@@ -303,7 +303,7 @@ class Runner:
     def _adjust(self, logits: jax.Array, batch: DeviceBatch) -> jax.Array:
         ids = np.full((batch.row_size, sampler.MAX_LOGIT_BIAS), self._config.vocab_size, np.int32)
         values = np.zeros(ids.shape, np.float32)
-        for row, slot in enumerate(batch.sampling_slots.tolist()):
+        for row, slot in enumerate(batch.sampling_slots):
             if slot in self._biases:
                 ids[row], values[row] = self._biases[slot]
         return self.programs["adjust", batch.row_size](
@@ -322,7 +322,7 @@ class Runner:
         for place, row in enumerate(plan.rows):
             entry = self.tokens.get(row.sequence_id)
             if entry.pooling == "last" and row.samples:
-                found.append(PooledRow(place, picked, batch.sampling_rows.tolist().index(place)))
+                found.append(PooledRow(place, picked, batch.sampling_rows.index(place)))
             elif entry.pooling == "mean":
                 num_known = max(0, entry.num_pooled - row.start)
                 row_of_token[start + num_known : start + row.length] = place

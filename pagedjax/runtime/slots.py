@@ -16,9 +16,9 @@ class SlotTable:
     sample greedily.
 
     Arrays by slot: `tables` [slots, table_width] block ids, `fields` [slots + 1, NUM_FIELDS] (see `sampler.encode`),
-    `free_from` the first position that min_tokens no longer guards, `sampled_position` that of the token in the
-    device's last ids (-1: none), and what the sequence asks for: `is_random`, `is_adjusted`, `wants_logprobs`, and
-    `wants_likeliest` where it is none of these: the likeliest token and no more.
+    and what the sequence asks for: `is_random`, `is_adjusted`, `wants_logprobs`; `wants_more` are the slots that ask
+    for any of these, and not for the likeliest token alone. Lists: `free_from` the first position that min_tokens no
+    longer guards, `sampled_position` that of the token in the device's last ids (-1: none).
     """
 
     def __init__(self, num_slots: int, table_width: int, num_blocks: int) -> None:
@@ -26,12 +26,12 @@ class SlotTable:
         self.tables = np.full((num_slots, table_width), -1, np.int32)
         self.fields = np.zeros((num_slots + 1, sampler.NUM_FIELDS), np.int32)
         self.fields[:, 0] = num_slots
-        self.free_from = np.zeros(num_slots, np.int64)
-        self.sampled_position = np.full(num_slots, -1, np.int64)
+        self.free_from = [0] * num_slots
+        self.sampled_position = [-1] * num_slots
         self.is_random = np.zeros(num_slots, bool)
         self.is_adjusted = np.zeros(num_slots, bool)
         self.wants_logprobs = np.zeros(num_slots, bool)
-        self.wants_likeliest = np.zeros(num_slots, bool)
+        self.wants_more: set[int] = set()
         self._blocks: list[tuple[int, ...]] = [()] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
@@ -63,8 +63,8 @@ class SlotTable:
         self.is_random[slot] = params.temperature >= sampler.GREEDY_BELOW
         self.is_adjusted[slot] = sampler.needs_adjusting(params)
         self.wants_logprobs[slot] = params.logprobs is not None
-        wants_more = self.is_random[slot] or self.is_adjusted[slot] or self.wants_logprobs[slot]
-        self.wants_likeliest[slot] = not wants_more
+        if self.is_random[slot] or self.is_adjusted[slot] or self.wants_logprobs[slot]:
+            self.wants_more.add(slot)
         return slot
 
     def release(self, sequence_id: int) -> int | None:
@@ -73,7 +73,13 @@ class SlotTable:
         if slot is not None:
             self._blocks[slot] = ()
             self._free.append(slot)
+            self.wants_more.discard(slot)
         return slot
+
+    def note_sampled(self, slots: list[int], positions: list[int]) -> None:
+        """The device's last ids of these slots are those of the tokens at these positions."""
+        for slot, position in zip(slots, positions):
+            self.sampled_position[slot] = position
 
     def patch_tables(self, slots: list[int], blocks: tuple[tuple[int, ...], ...]) -> None:
         """Bring the block tables of `slots` up to date; a table that is the same object as last time costs nothing.

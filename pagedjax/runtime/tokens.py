@@ -77,13 +77,14 @@ class TokenTable:
             raise SchedulerError(f"sequence {child_id} is already in the token table")
         self._sequences[child_id] = replace(parent, ids=parent.ids.copy())
 
-    def append(self, sequence_id: int, token_id: int) -> None:
-        """Add an accepted token."""
+    def append(self, sequence_id: int, token_id: int) -> SequenceTokens:
+        """Add an accepted token. Gives the live entry."""
         entry = self.get(sequence_id)
         if entry.length == len(entry.ids):
             entry.ids = np.concatenate([entry.ids, np.empty_like(entry.ids)])
         entry.ids[entry.length] = token_id
         entry.length += 1
+        return entry
 
     def drop(self, sequence_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored, so that dropping twice is harmless."""

@@ -111,9 +111,9 @@ class CountingRunner:
         self.slots |= {row.sequence_id for row in plan.rows}
         assert len(self.slots) <= self.num_slots
         crashes = any(self.tokens.get(row.sequence_id).ids[0] == CRASH for row in plan.rows)
-        ids = np.array([self._run(row) for row in plan.rows], np.int32)
-        faulty = np.array([row.samples for row in plan.rows]) & (ids < 0)
-        result = StepResult(plan.plan_id, ids, faulty, self._scores(plan, ids), {})
+        ids = [self._run(row) for row in plan.rows]
+        faulty = [row.samples and token_id < 0 for row, token_id in zip(plan.rows, ids)]
+        result = StepResult(plan.plan_id, ids, faulty, self._scores(plan, np.array(ids, np.int32)), {})
         return RuntimeError("the step crashed") if crashes else result
 
     def collect(self, handle: StepResult | Exception) -> StepResult:

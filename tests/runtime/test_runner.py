@@ -193,7 +193,7 @@ def test_dispatch_before_warm_up_is_refused():
 def test_a_row_that_does_not_sample_has_no_token(runner):
     runner.tokens.add(20_000, [1, 2, 3], params(), seed=0)
     result = runner.step(StepPlan(7, (Row(20_000, 0, 2, (0,), False),)))
-    assert (result.plan_id, result.ids.tolist(), result.faulty.tolist()) == (7, [-1], [False])
+    assert (result.plan_id, result.ids, result.faulty) == (7, [-1], [False])
     assert result.logprobs is None
     assert result.prompt_logprobs == {}
     runner.release(20_000)
@@ -230,6 +230,6 @@ def test_a_step_is_dispatched_without_looking_at_anything_of_the_device(runner, 
         with pytest.raises(AssertionError, match="waits"):
             runner.collect(first)
         second = runner.dispatch(StepPlan(1, (Row(30_000, 3, 1, (0, 1), True),)))
-    assert runner.collect(first).ids.shape == runner.collect(second).ids.shape == (1,)
+    assert len(runner.collect(first).ids) == len(runner.collect(second).ids) == 1
     runner.release(30_000)
     runner.tokens.drop(30_000)

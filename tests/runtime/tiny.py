@@ -128,8 +128,8 @@ def take(runner, live, rows, handle):
     for i, row in enumerate(rows):
         sequence = by_id[row.sequence_id]
         if row.samples and not result.faulty[i]:
-            runner.tokens.append(row.sequence_id, int(result.ids[i]))
-            sequence.done.ids.append(int(result.ids[i]))
+            runner.tokens.append(row.sequence_id, result.ids[i])
+            sequence.done.ids.append(result.ids[i])
             if sequence.params.logprobs is not None:
                 assert result.logprobs.ids[i, 0] == result.ids[i]
                 sequence.done.logprobs.append(float(result.logprobs.logprobs[i, 0]))
