@@ -93,7 +93,7 @@ class Beams:
             raise EngineError(f"the model gave {len(self.finished)} continuations for {self.width} beams")
         shows_logprobs = self.params.logprobs is not None
         deltas = [as_delta(index, one, shows_logprobs=shows_logprobs) for index, one in enumerate(self.finished)]
-        return [replace(d, cumulative_logprob=one.cumulative_logprob) for d, one in zip(deltas, self.finished)]
+        return [d._replace(cumulative_logprob=one.cumulative_logprob) for d, one in zip(deltas, self.finished)]
 
     def _walk(self) -> list[Beam]:
         """The beams that go on; those that end are set aside."""

@@ -51,7 +51,7 @@ class Device:
         handle = self._start(plan, defers_sampling)
         self._in_flight.append((plan, handle))
         self._is_deferred = defers_sampling and not isinstance(handle, Exception)
-        self._metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
+        self._metrics.step_time["dispatch"].inc(time.perf_counter() - started)
 
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         """Start the sampling of the deferred step. `masks` are the rows that are not free, see `Runner.sample`."""
@@ -64,7 +64,7 @@ class Device:
         except Exception as error:
             self._lost = handle = error
         self._in_flight.append((plan, handle))
-        self._metrics.step_time.labels("dispatch").inc(time.perf_counter() - started)
+        self._metrics.step_time["dispatch"].inc(time.perf_counter() - started)
 
     def carry_out(self, effect: Effect) -> None:
         """Start what the effect asks of the device, if it asks anything. Raises nothing that the device raises."""

@@ -219,7 +219,7 @@ class Engine:
             num_in_flight = len(self.state.in_flight)
             started = time.perf_counter()
             self._send(StepDue(self._now_us()))
-            self.metrics.step_time.labels("schedule").inc(time.perf_counter() - started)
+            self.metrics.step_time["schedule"].inc(time.perf_counter() - started)
             self._watch.planned(self.state.running, self.state.now_us)
             if len(self.state.in_flight) == num_in_flight:
                 return
@@ -379,7 +379,7 @@ class Engine:
             return
         started = time.perf_counter()
         masks = {place: mask for place, row in enumerate(plan.rows) if (mask := self._mask(row)) is not None}
-        self.metrics.step_time.labels("mask").inc(time.perf_counter() - started)
+        self.metrics.step_time["mask"].inc(time.perf_counter() - started)
         self._device.sample(masks)
 
     def _mask(self, row: Row) -> np.ndarray | None:

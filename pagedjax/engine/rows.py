@@ -13,7 +13,7 @@ from pagedjax.engine.metrics import EngineMetrics
 from pagedjax.engine.outputs import Delta, EngineError, TokenLogprobs, Update, add_delta, best_of, token_logprobs
 from pagedjax.engine.tokenizer import Tokenizer
 from pagedjax.engine.watch import Watch
-from pagedjax.runtime.results import StepResult
+from pagedjax.runtime.results import PromptScores, StepResult
 from pagedjax.runtime.sampler import Scores
 from pagedjax.runtime.tokens import TokenTable
 
@@ -56,15 +56,16 @@ class Rows:
         if live.ended:
             self._metrics.discarded_tokens.inc(row.samples)
             return RowResult(row.sequence_id, 0)
-        self._take_prompt_logprobs(live, result, place)
-        if result.pooled and place in result.pooled:
+        if place in result.prompt_logprobs:
+            self._take_prompt_logprobs(live, result.prompt_logprobs[place])
+        if place in result.pooled:
             live.pooled += result.pooled[place]
             live.num_pooled = row.start + row.length
         if not row.samples:
             return RowResult(row.sequence_id, 0)
         if live.fault is not None:
             return self._fail_row(live, live.fault)
-        token_id = int(result.ids[place])
+        token_id = result.ids[place]
         if result.faulty[place]:
             self._metrics.faulty_rows.inc()
             return self._fail_row(live, EngineError("the model gave logits that are not finite for this request"))
@@ -151,8 +152,7 @@ class Rows:
         """Add new tokens to the table; the names of the blocks that they complete."""
         named: tuple[bytes, ...] = ()
         for token_id in token_ids:
-            self._tokens.append(live.sequence_id, token_id)
-            named += new_hash(live, self._tokens.get(live.sequence_id), self._block_size)
+            named += new_hash(live, self._tokens.append(live.sequence_id, token_id), self._block_size)
         return named
 
     def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
@@ -178,9 +178,8 @@ class Rows:
             self._split_left -= forced.num_split
             yield forced.token_id
 
-    def _take_prompt_logprobs(self, live: Live, result: StepResult, place: int) -> None:
-        found = result.prompt_logprobs.get(place)
-        if found is None or live.group.prompt_logprobs is None:
+    def _take_prompt_logprobs(self, live: Live, found: PromptScores) -> None:
+        if live.group.prompt_logprobs is None:
             return
         num_top, scores = live.params.prompt_logprobs or 0, found.scores
         live.group.prompt_logprobs.extend(self._logprobs(scores, i, num_top) for i in range(len(scores.ids)))

@@ -1,5 +1,6 @@
 """What the engine counts of the effects that it carries out: starts, preemptions, switches, tokens, steps."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from pagedjax.core.effects import Effect, Preempt, SwapOut
@@ -18,6 +19,7 @@ class Watch:
         self._metrics, self._state, self._now_us = metrics, state, now_us
         self._decided_us: dict[int, int] = {}
         self._switches_us: list[int] = []
+        self._gaps_us: Counter[int] = Counter()  # between tokens, as the step that is collected shows them
         self._num_recompiles = recompiles
 
     def planned(self, running: Iterable[Sequence], now_us: int) -> None:
@@ -78,14 +80,17 @@ class Watch:
         if live.num_sampled == num_new:
             self._metrics.ttft.observe((now_us - live.group.arrival_us) / 1e6)
         else:
-            self._metrics.itl.observe((now_us - live.last_token_us) / 1e6)
+            self._gaps_us[now_us - live.last_token_us] += 1
         live.last_token_us = now_us
 
     def step(self, plan: StepPlan, *, wait: float, process: float, recompiles: int) -> None:
+        for gap_us, count in self._gaps_us.items():
+            self._metrics.itl.observe(gap_us / 1e6, count)
+        self._gaps_us.clear()
         self._metrics.steps.inc()
         self._metrics.step_tokens.observe(plan.num_tokens)
-        self._metrics.step_time.labels("wait").inc(wait)
-        self._metrics.step_time.labels("process").inc(process)
+        self._metrics.step_time["wait"].inc(wait)
+        self._metrics.step_time["process"].inc(process)
         if recompiles > self._num_recompiles:
             self._metrics.recompiles.inc(recompiles - self._num_recompiles)
             self._num_recompiles = recompiles

@@ -173,7 +173,7 @@ def _run_decodes(engine: Engine, prompts: list[list[int]], num_tokens: int) -> t
 
 
 def _seconds(engine: Engine, phase: str) -> float:
-    return float(engine.metrics.step_time.labels(phase)._value.get())
+    return float(engine.metrics.step_time[phase]._value.get())
 
 
 def _device_step_s(engine: Engine, num_rows: int, kv_len: int, stand_in: bool) -> float:

@@ -1,9 +1,11 @@
 """Every series that tells of preemption, swapping and tenants moves when what it counts happens in the engine."""
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
+from pagedjax.engine.bulk_histogram import BulkHistogram
 from pagedjax.engine.tenant_metrics import MAX_LABELS, OTHER
 from tests.engine.fakes import make_engine
 
@@ -169,3 +171,27 @@ def test_names_are_prometheus_own(swapped):
         if family.type == "histogram":
             assert family.name.endswith(("_seconds", "_tokens"))
         assert "_time" not in family.name or family.name.endswith("_seconds")
+
+
+@pytest.mark.parametrize("seen", [[], [0.005], [0.001, 0.005, 0.0050001, 0.04, 7.0, 7.0]])
+def test_a_histogram_in_bulk_shows_what_the_clients_own_shows(seen):
+    bounds = (0.005, 0.04, 2.0)
+    registry, other = CollectorRegistry(), CollectorRegistry()
+    expected = Histogram("seconds", "Some.", buckets=bounds, registry=registry)
+    found = BulkHistogram("seconds", "Some.", bounds)
+    other.register(found)
+    for value in set(seen):
+        found.observe(value, seen.count(value))
+    for value in seen:
+        expected.observe(value)
+    shown = [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+    assert generate_latest(other).decode().splitlines() == shown
+
+
+def test_every_token_but_the_first_is_a_gap_between_tokens():
+    engine = make_engine()
+    for i in range(3):
+        engine.add(engine.prepare([i, 2, 3], LONG, request_id=str(i)))
+    while engine.has_work:
+        engine.step()
+    assert value(engine, "pagedjax_inter_token_latency_seconds_count") == 3 * 29
