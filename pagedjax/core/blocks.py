@@ -48,6 +48,8 @@ def make_pool(num_blocks: int) -> BlockPool:
 
 def take(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, tuple[int, ...]]:
     """Hold `num_blocks` blocks: clean ones first, then the least recently used idle ones, which leave the cache."""
+    if num_blocks == 0:
+        return pool, ()
     num_clean = len(pool.clean)
     if num_blocks <= num_clean:
         return _take_clean(pool, num_blocks)

@@ -49,9 +49,10 @@ class Table(Mapping[int, V]):
 class Mutation(Generic[V]):
     """Changes that become a new Table by `finish`. Lives inside one function."""
 
-    __slots__ = ("_num_values", "_open", "_pages")
+    __slots__ = ("_num_values", "_open", "_pages", "_table")
 
     def __init__(self, table: Table[V]) -> None:
+        self._table = table
         self._pages = table.pages
         self._num_values = table.num_values
         self._open: dict[int, list[V | None]] = {}
@@ -109,6 +110,8 @@ class Mutation(Generic[V]):
                 self._num_values -= 1
 
     def finish(self) -> Table[V]:
+        if not self._open:
+            return self._table
         pages = self._pages.mutate()
         for number, page in self._open.items():
             if page.count(None) < PAGE_SIZE:

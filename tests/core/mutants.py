@@ -33,7 +33,6 @@ from pagedjax.core.blocks import register, take
 from pagedjax.core.config import num_blocks_for
 from pagedjax.core.events import TransferDone
 from pagedjax.core.phases import Cause, Phase, next_phase
-from pagedjax.core.policy import Order
 from pagedjax.core.tenants import account
 from pagedjax.core.tiers import Copy, give_copies
 from tests.core.instances import SMALL
@@ -399,8 +398,7 @@ def preempt_impatiently(may_preempt):
 
 def preempt_who_is_owed(candidates):
     def mutant(running, order, best):
-        config = replace(order.config, preemption_strategy="priority")
-        blind = Order(config, order.tenants, order.now_us, order.max_wait_us, order.planned, order.total_weight)
+        blind = order._replace(config=replace(order.config, preemption_strategy="priority"), protected={})
         return candidates(running, blind, (True, *best[1:]))
 
     return mutant

@@ -34,6 +34,11 @@ def test_changes_leave_the_old_table_as_it_was():
     assert (len(new), new.get(3), new[200]) == (100, None, 7)
 
 
+def test_a_table_that_nothing_was_done_to_is_the_same_object():
+    table = table_of(range(40))
+    assert table.mutate().finish() is table
+
+
 def test_equal_contents_are_equal_however_they_came_about():
     mutation = table_of(range(100)).mutate()
     for key in range(100):
