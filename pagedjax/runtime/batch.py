@@ -185,9 +185,9 @@ def _sampler_rows(
 ) -> tuple[int, np.ndarray, list[int], list[int], list[int]]:
     num_sampling = len(sampling)
     sampling_slots, next_positions = [rows.slots[row] for row in sampling], [rows.ends[row] for row in sampling]
-    padded_slots = np.full(shapes.num_picked, slots.num_slots)
-    padded_slots[:num_sampling] = sampling_slots
-    fields = slots.fields[padded_slots]
+    fields = np.empty((shapes.num_picked, slots.fields.shape[1]), np.int32)
+    fields[:num_sampling] = slots.fields[sampling_slots]
+    fields[num_sampling:] = slots.fields[slots.num_slots]
     fields[:num_sampling, 1] = next_positions
     fields[:num_sampling, 2] = [end < slots.free_from[slot] for end, slot in zip(next_positions, sampling_slots)]
     return size_for(num_sampling, shapes.row_sizes), fields, sampling, sampling_slots, next_positions
