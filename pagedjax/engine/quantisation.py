@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.engine.config import Quantization
@@ -33,11 +33,7 @@ def choose_layout(
     try:
         missing = native.unavailable()
         if quantization in ("int8", "int4"):
-            if missing is not None:
-                raise ConfigError(
-                    f"quantization {quantization} needs the native kernels: {missing}; set --quantization none"
-                )
-            return WeightChoice(quantization, "it is asked for", MappingProxyType({}))
+            return _asked(quantization, missing)
         quantised = sorted({name for name in encodings if name.startswith(_QUANTISED) or name in int4.ENCODINGS})
         against = _against_groups(quantization, asked_dtype, quantised)
         choice = matmul.preferred(dtype, not_grouped=against)
@@ -46,6 +42,15 @@ def choose_layout(
     if quantization == "auto" and choice.name != "grouped" and not int4.ENCODINGS.isdisjoint(quantised):
         return WeightChoice("w4a16", _kept(quantised), MappingProxyType({"grouped": choice.refused["grouped"]}))
     return WeightChoice(choice.name, _reason(choice, quantised), choice.refused)
+
+
+def _asked(quantization: Literal["int8", "int4"], missing: str | None) -> WeightChoice:
+    if missing is None:
+        return WeightChoice(quantization, "it is asked for", MappingProxyType({}))
+    without = f"it needs the native kernels: {missing}"
+    if quantization == "int8" and matmul.not_in_rows() is None:
+        return WeightChoice("int8_rows", "int8 is asked for", MappingProxyType({"int8": without}))
+    raise ConfigError(f"quantization {quantization} cannot be had: {without}; set --quantization none")
 
 
 def _against_groups(quantization: Quantization, asked_dtype: str, quantised: list[str]) -> str | None:
@@ -63,7 +68,7 @@ def _kept(quantised: list[str]) -> str:
 
 
 def _reason(choice: matmul.LayoutChoice, quantised: list[str]) -> str:
-    if choice.name == "grouped":
+    if choice.name in ("grouped", "int8_rows"):
         return _kept(quantised)
     # A reason against both is the native kernels' absence.
     return choice.refused["packed_bf16" if choice.name == "float" else "grouped"]

@@ -80,9 +80,9 @@ def load_model(
 ) -> LlamaForCausalLM:
     """The model of the checkpoint at `path` with its weights in `dtype` (float32, bfloat16 or float16).
 
-    `layout` is how weights of products are kept, see `pack`; "float" and "w4a16" go everywhere, the others take native
-    kernels. `note` is told of each weight that is not floats. One weight at a time is in memory beside the model.
-    Weights packed for native kernels are taken from `cache`, if given, and kept there.
+    `layout` is how weights of products are kept, see `pack`; "float", "int8_rows" and "w4a16" go everywhere, the others
+    take native kernels. `note` is told of each weight that is not floats. One weight at a time is in memory beside the
+    model. Weights packed for native kernels are taken from `cache`, if given, and kept there.
     Raises ConfigError as `open_checkpoint` does, and for tensors that are missing, too many or of the wrong shape.
     """
     if dtype not in DTYPES:
@@ -98,8 +98,11 @@ def load_model(
             def make_pack(note: Callable[[PackedWeight], None]) -> Pack | None:
                 return pack_for(*tensors, note=note)
 
-            pack = make_pack(note) if cache is None else cache.through(Path(path), layout, make_pack, note)
-            join = matmul.join if cache is None else cache.join
+            if layout == "int8_rows":
+                pack, join = make_pack(note), matmul.share_scales
+            else:
+                pack = make_pack(note) if cache is None else cache.through(Path(path), layout, make_pack, note)
+                join = matmul.join if cache is None else cache.join
         return kind.load(
             checkpoint.config,
             checkpoint.get,

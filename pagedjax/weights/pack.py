@@ -4,8 +4,8 @@
 encodings (Q5_0, Q5_1, K-quants …), and parts of one product in several, become 8 bits, which are finer; where a part is
 no group at all, all parts are bfloat16. Weights of AWQ and GPTQ become Q4_1 there (`int4.as_rows`), while "w4a16" keeps
 them as they are and all else as floats (`int4.pack_for`). "int8" and "int4" round what is not in such groups yet, 32
-inputs to a scale; embeddings and the head are kept finer: in bfloat16 beside 8 bits, in 8 bits beside 4. Norms and
-biases are no products' weights and stay floats always.
+inputs to a scale; embeddings and the head are kept finer: in bfloat16 beside 8 bits, in 8 bits beside 4. "int8_rows"
+rounds all but those to 8 bits with a scale a row. Norms and biases are no products' weights and stay floats always.
 """
 
 import math
@@ -16,10 +16,10 @@ import numpy as np
 
 from pagedjax.core.errors import ConfigError
 from pagedjax.models.fill import Pack, Part, checked
-from pallas_kernels.matmul import QuantisedRows, pack_floats, pack_quantised, packing
+from pallas_kernels.matmul import Int8Rows, QuantisedRows, pack_floats, pack_quantised, packing, round_rows
 
-Layout = Literal["float", "packed_bf16", "grouped", "int8", "int4", "w4a16"]
-Form = Literal["bfloat16", "8 bits", "4 bits"]
+Layout = Literal["float", "packed_bf16", "grouped", "int8", "int4", "int8_rows", "w4a16"]
+Form = Literal["bfloat16", "8 bits", "4 bits", "rows of 8 bits", "floats"]
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
 # In groups of their own kind, which fit Q4_1.
@@ -68,16 +68,22 @@ def pack_for(
 
     def pack(parts: tuple[Part, ...], dtype: Any) -> Any:
         form = choose_form(layout, parts, [encodings[part.name] for part in parts])
+        if form == "floats":
+            return None
         if form == "bfloat16":
-            tensors = [checked(get(part.name), part) for part in parts]
-            packed: Any = pack_floats(np.concatenate(tensors) if len(tensors) > 1 else tensors[0])
+            packed: Any = pack_floats(_joined(parts, get))
             sums = np.zeros(2)
+        elif form == "rows of 8 bits":
+            values = _joined(parts, get)
+            packed = round_rows(values)
+            sums = _row_sums(values, packed)
         else:
             rounded = [_in_groups(part, form, get, get_quantised) for part in parts]
             packed = pack_quantised([rows for rows, _ in rounded])
             sums = np.sum([each for _, each in rounded], axis=0)
         stored = frozenset(encodings[part.name] for part in parts)
-        note(PackedWeight(parts[0].name, stored, form, packed.num_out * packed.num_in, *sums.tolist()))
+        num_weights = sum(math.prod(part.shape) for part in parts)
+        note(PackedWeight(parts[0].name, stored, form, num_weights, *sums.tolist()))
         return packed
 
     return pack
@@ -86,6 +92,8 @@ def pack_for(
 def choose_form(layout: Layout, parts: Sequence[Part], encodings: Sequence[str]) -> Form:
     """The form of a weight made of `parts`, which the file holds in `encodings`."""
     is_finer = any(part.name in FINER for part in parts)
+    if layout == "int8_rows":
+        return "floats" if is_finer else "rows of 8 bits"
     if layout == "int4":
         return "8 bits" if is_finer else "4 bits"
     if layout == "int8":
@@ -129,7 +137,23 @@ def _in_groups(
     return QuantisedRows(rounded[0].encoding, np.concatenate([rows.blocks for rows in rounded])), sums
 
 
+def _joined(parts: Sequence[Part], get: Callable[[str], np.ndarray]) -> np.ndarray:
+    tensors = [checked(get(part.name), part) for part in parts]
+    return np.concatenate(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _row_sums(values: np.ndarray, rounded: Int8Rows) -> np.ndarray:
+    sample = slice(None, None, SAMPLED)
+    rows = np.asarray(rounded.rows)[sample] * np.asarray(rounded.own_scales)[sample, None]
+    return _sums_of(rows, values[sample])
+
+
 def _sums(values: np.ndarray, rows: QuantisedRows) -> np.ndarray:
-    exact = values[::SAMPLED].astype(np.float32)
-    wrong = packing.dequantise(QuantisedRows(rows.encoding, rows.blocks[::SAMPLED])) - exact
-    return np.array([np.square(part, dtype=np.float64).sum() for part in (wrong, exact)])
+    sample = packing.dequantise(QuantisedRows(rows.encoding, rows.blocks[::SAMPLED]))
+    return _sums_of(sample, values[::SAMPLED])
+
+
+def _sums_of(rounded: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The last two of a PackedWeight."""
+    exact = values.astype(np.float32)
+    return np.array([np.square(part, dtype=np.float64).sum() for part in (rounded - exact, exact)])

@@ -5,8 +5,9 @@ A layout is a registered pytree dataclass; `register` teaches the functions a ne
 without touching models. `preferred` says which layout suits weights of a dtype here, and why not another.
 """
 
-from pallas_kernels.matmul.choice import LayoutChoice, preferred
+from pallas_kernels.matmul.choice import LayoutChoice, not_in_rows, preferred
 from pallas_kernels.matmul.fused import Norm, linear, rms_norm
+from pallas_kernels.matmul.int8_rows import Int8Rows, round_rows, share_scales
 from pallas_kernels.matmul.layouts import FloatWeight, Largest, Layout, fused_argmax, matmul, register, take_rows
 from pallas_kernels.matmul.packed import Grouped4, Grouped8, Packed, PackedBf16, join, pack_floats, pack_quantised
 from pallas_kernels.matmul.packing import QuantisedRows
@@ -15,6 +16,7 @@ __all__ = [
     "FloatWeight",
     "Grouped4",
     "Grouped8",
+    "Int8Rows",
     "Largest",
     "Layout",
     "LayoutChoice",
@@ -26,10 +28,13 @@ __all__ = [
     "join",
     "linear",
     "matmul",
+    "not_in_rows",
     "pack_floats",
     "pack_quantised",
     "preferred",
     "register",
     "rms_norm",
+    "round_rows",
+    "share_scales",
     "take_rows",
 ]

@@ -12,7 +12,7 @@ from pagedjax.runtime.programs import split_model
 from pagedjax.weights.load import load_model
 from pagedjax.weights.pack import choose_form, describe, pack_for
 from pallas_kernels import native
-from pallas_kernels.matmul import Grouped4, Grouped8, PackedBf16, packing, take_rows
+from pallas_kernels.matmul import FloatWeight, Grouped4, Grouped8, Int8Rows, PackedBf16, packing, take_rows
 from pallas_kernels.ragged_attention import xla
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -65,6 +65,9 @@ def test_grouped_keeps_what_it_can_and_is_finer_elsewhere(encodings, form):
         ("int4", "BF16", "x", "4 bits"),
         ("int4", "BF16", "lm_head.weight", "8 bits"),
         ("packed_bf16", "Q4_1", "x", "bfloat16"),
+        ("int8_rows", "Q4_1", "x", "rows of 8 bits"),
+        ("int8_rows", "BF16", "x", "rows of 8 bits"),
+        ("int8_rows", "Q8_0", EMBEDDING, "floats"),
     ],
 )
 def test_embeddings_and_the_head_are_kept_finer(layout, encoding, name, form):
@@ -120,13 +123,18 @@ def kinds_of(model):
 
 @pytest.mark.parametrize(
     ("layout", "kinds"),
-    [("int8", {Grouped8, PackedBf16}), ("int4", {Grouped4, Grouped8}), ("packed_bf16", {PackedBf16})],
+    [
+        ("int8", {Grouped8, PackedBf16}),
+        ("int4", {Grouped4, Grouped8}),
+        ("packed_bf16", {PackedBf16}),
+        ("int8_rows", {Int8Rows, FloatWeight}),
+    ],
 )
 def test_any_model_is_quantised_as_it_is_loaded(tiny_hf, layout, kinds):
     noted = []
     model = load_model(tiny_hf(), dtype="float32", backend=xla.BACKEND, layout=layout, note=noted.append)
     assert kinds_of(model) == kinds
-    assert len(noted) == 1 + 2 * 4
+    assert len(noted) == 2 * 4 + (layout != "int8_rows")
 
 
 @pytest.mark.parametrize("layout", ["int4", "packed_bf16"])
@@ -140,6 +148,24 @@ def test_packed_weights_are_one_leaf_in_their_order_of_use(tiny_hf, layout):
     num_norms = 2 * len(layers) + 1
     assert len(parts.forward_leaves) == len(parts.names) == 1 + num_norms
     assert [id(leaf) for leaf in parts.head_leaves] == [id(used[0].data)]
+
+
+def test_rows_of_8_bits_share_their_scales(tiny_hf):
+    model = load_model(tiny_hf(), dtype="float32", backend=xla.BACKEND, layout="int8_rows")
+    parts = split_model(model, jax.ShapeDtypeStruct((1, model.config.hidden_size), np.float32))
+    num_layers = len(model.layers)
+    products, norms, scales, embedding = 4 * num_layers, 2 * num_layers + 1, 1, 1
+    assert len(parts.forward_leaves) == products + norms + scales + embedding
+
+
+def test_the_error_of_rows_is_told():
+    values = make_values()
+    packed, (noted,) = packed_by("int8_rows", values, ["BF16"])
+    assert noted.num_weights == values.size
+    sampled = slice(None, None, 16)
+    wrong = (np.asarray(take_rows(packed, np.arange(24))) - values)[sampled]
+    assert noted.squared_error == pytest.approx((wrong**2).sum(), rel=1e-3)
+    assert noted.squared == pytest.approx((values[sampled] ** 2).sum(), rel=1e-6)
 
 
 @needs_native
