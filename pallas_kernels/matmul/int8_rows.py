@@ -1,4 +1,4 @@
-"""Rows of 8 bits, for CPUs without native kernels: half the bytes of bfloat16, and as much less of a decode step's time.
+"""Rows of 8 bits, for CPUs without native kernels: half of bfloat16's bytes, and as much less of a decode step's time.
 
 A weight [out, in] is int8 with a scale an output. An input has a scale a token and 16 bits, as two rows of 8, so that
 outliers cost the other values nothing (with 8 bits perplexity rises by a percent; LLM.int8(), arXiv:2208.07339, keeps
