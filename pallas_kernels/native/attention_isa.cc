@@ -1,6 +1,5 @@
 // One item of attention, at one level of instructions: see attention.h. Its queries are turned and rounded once, then go
 // through its context piece by piece; attention_passes.h has what is done with a piece.
-#include <type_traits>
 
 #include "attention.h"
 #include "attention_passes.h"
@@ -214,7 +213,7 @@ void attend_piece(Passes<T>* p, const AttentionItem& item, const AttentionItem* 
     return left < 0 ? 0 : left < piece_tokens ? left : piece_tokens;
   };
   find_tiles<T>(call, item, next, index, seen_of(item.num_tokens - 1), &p->piece);
-  if constexpr (std::is_same_v<T, Int8>) {
+  if constexpr (T::kScaled) {
     if (item.num_tokens * call.group > kMaxRows) {  // each byte is multiplied several times
       uint16_t* const tail = p->wide + kPieceTokens * (p->piece.k_dim + p->piece.v_dim);
       const Piece<WideInt8> piece = widen(p->piece, p->wide);

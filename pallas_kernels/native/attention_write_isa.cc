@@ -9,35 +9,31 @@ namespace pagedjax {
 namespace PAGEDJAX_LEVEL {
 namespace {
 
-struct Float32 {
-  using Bits = float;
+// A form of numbers: `put` makes it of float32 for the cache, `get` float32 of it where q, k and v may have it.
+template <class Stored, int pack, bool is_scaled = false>
+struct Form {
+  using Bits = Stored;
+  static constexpr int kPack = pack;
+  static constexpr bool kScaled = is_scaled;
+};
+
+struct Float32 : Form<float, 1> {
   static float get(float x) { return x; }
   static float put(float x) { return x; }
-  static constexpr int kPack = 1;
-  static constexpr bool kScaled = false;
 };
 
-struct BFloat16 {
-  using Bits = uint16_t;
+struct BFloat16 : Form<uint16_t, 2> {
   static float get(uint16_t x) { return from_bfloat16(x); }
   static uint16_t put(float x) { return to_bfloat16(x); }
-  static constexpr int kPack = 2;
-  static constexpr bool kScaled = false;
 };
 
-struct Float16 {
-  using Bits = uint16_t;
+struct Float16 : Form<uint16_t, 1> {
   static float get(uint16_t x) { return from_float16(x); }
   static uint16_t put(float x) { return to_float16(x); }
-  static constexpr int kPack = 1;
-  static constexpr bool kScaled = false;
 };
 
-struct Int8 {
-  using Bits = int8_t;
+struct Int8 : Form<int8_t, 2, true> {
   static int8_t put(float x) { return static_cast<int8_t>(x); }
-  static constexpr int kPack = 2;
-  static constexpr bool kScaled = true;
 };
 
 constexpr int32_t kMaxHeadDim = 256;

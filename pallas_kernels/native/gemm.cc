@@ -19,7 +19,8 @@ bool read_optional(const ffi::AnyBuffer& buffer, int64_t count, FloatArray* arra
 
 void run(Gemm& g, const GemmKernels& kernels) {
   Cut cut = prepare_and_cut(&g, kernels);
-  parallel_for(cut.num_row_parts * cut.num_column_parts, [&](int64_t i) { multiply_part(g, kernels, cut, i); });
+  parallel_for_in_turn(cut.num_row_parts * cut.num_column_parts,
+                       [&](int64_t i, int64_t next) { multiply_part(g, kernels, cut, i, next); });
 }
 
 ffi::Error linear(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm, ffi::AnyBuffer bias,

@@ -64,8 +64,10 @@ struct GemmKernels {
   size_t (*prepared_bytes)(const Gemm&);
   // Norm, then round or quantise, rows [begin, end).
   void (*prepare)(const Gemm&, int64_t begin, int64_t end);
-  // Results [column_begin, column_end) of rows [row_begin, row_end).
-  void (*multiply)(const Gemm&, int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end);
+  // Results [column_begin, column_end) of rows [row_begin, row_end). The thread will likely go on at `next_column`, whose
+  // weights are fetched meanwhile; num_results: nowhere.
+  void (*multiply)(const Gemm&, int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end,
+                   int64_t next_column);
 };
 
 }  // namespace pagedjax

@@ -33,10 +33,10 @@ ffi::Error argmax(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::Buff
   const GemmKernels& kernels = PAGEDJAX_AT_LEVEL(gemm_kernels);
   Cut cut = prepare_and_cut(&g, kernels);
   std::vector<Largest> kept(cut.num_column_parts * g.num_rows, Largest{-INFINITY, 0});
-  parallel_for(cut.num_row_parts * cut.num_column_parts, [&](int64_t i) {
+  parallel_for_in_turn(cut.num_row_parts * cut.num_column_parts, [&](int64_t i, int64_t next) {
     Gemm part = g;
     part.largest = kept.data() + i % cut.num_column_parts * g.num_rows;
-    multiply_part(part, kernels, cut, i);
+    multiply_part(part, kernels, cut, i, next);
   });
   for (int64_t row = 0; row < g.num_rows; ++row) {
     Largest most = kept[row];

@@ -72,9 +72,11 @@ Cut prepare_and_cut(Gemm* gemm, const GemmKernels& kernels) {
   return {ceil_div(g.num_rows, num_row_parts), columns, num_row_parts, ceil_div(g.num_results, columns)};
 }
 
-void multiply_part(const Gemm& g, const GemmKernels& kernels, const Cut& cut, int64_t index) {
-  int64_t row = index / cut.num_column_parts * cut.rows, column = index % cut.num_column_parts * cut.columns;
-  kernels.multiply(g, row, std::min(row + cut.rows, g.num_rows), column, std::min(column + cut.columns, g.num_results));
+void multiply_part(const Gemm& g, const GemmKernels& kernels, const Cut& cut, int64_t index, int64_t next) {
+  auto column_of = [&](int64_t part) { return part % cut.num_column_parts * cut.columns; };
+  int64_t row = index / cut.num_column_parts * cut.rows, column = column_of(index);
+  kernels.multiply(g, row, std::min(row + cut.rows, g.num_rows), column, std::min(column + cut.columns, g.num_results),
+                   next < 0 ? g.num_results : column_of(next));
 }
 
 }  // namespace pagedjax

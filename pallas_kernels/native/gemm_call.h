@@ -27,7 +27,7 @@ struct Cut {
 // Prepares the rows of x, in the calling thread's scratch, and cuts the product into tasks.
 Cut prepare_and_cut(Gemm* gemm, const GemmKernels& kernels);
 
-// Task `index` of a cut; its column part is `index % num_column_parts`.
-void multiply_part(const Gemm& gemm, const GemmKernels& kernels, const Cut& cut, int64_t index);
+// Task `index` of a cut; its column part is `index % num_column_parts`. `next` is that of `parallel_for_in_turn`.
+void multiply_part(const Gemm& gemm, const GemmKernels& kernels, const Cut& cut, int64_t index, int64_t next);
 
 }  // namespace pagedjax

@@ -70,11 +70,11 @@ class Pool {
 
   int num_threads() const { return num_threads_; }
 
-  void run(int64_t num_items, void (*fn)(void*, int64_t), void* context) {
+  void run(int64_t num_items, Item fn, void* context) {
     std::unique_lock<std::mutex> region(in_region_, std::try_to_lock);
     bool is_shared = num_items > 1 && num_items <= INT32_MAX && num_threads_ > 1 && region.owns_lock();
     if (!is_shared) {  // Items counts in 32 bits
-      for (int64_t i = 0; i < num_items; ++i) fn(context, i);
+      for (int64_t i = 0; i < num_items; ++i) fn(context, i, i + 1 < num_items ? i + 1 : -1);
       return;
     }
     fn_ = fn, context_ = context;
@@ -97,14 +97,15 @@ class Pool {
   // Workers claim from the front, where they fetched while they waited (`fetch_when_idle`), the caller from the back.
   static int64_t claim_first(Items* left) { return left->first++; }
   static int64_t claim_last(Items* left) { return --left->past; }
+  using Claim = int64_t (*)(Items*);
 
-  void take_part(int64_t (*claim)(Items*)) {
+  void take_part(Claim claim) {
     Items left = unclaimed_.load(std::memory_order_acquire);
     while (left.first < left.past) {
       Items rest = left;
       int64_t item = claim(&rest);
       if (!unclaimed_.compare_exchange_weak(left, rest, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      fn_(context_, item);
+      fn_(context_, item, rest.first < rest.past ? claim(&rest) : -1);
       if (unfinished_.fetch_sub(1) == 1 && is_caller_asleep_.load()) {
         std::lock_guard<std::mutex> lock(sleep_);
         is_done_.notify_one();
@@ -147,7 +148,7 @@ class Pool {
   const int num_threads_;
   const std::unique_ptr<Seat[]> seats_;
   std::mutex in_region_;
-  void (*fn_)(void*, int64_t) = nullptr;
+  Item fn_ = nullptr;
   void* context_ = nullptr;
   alignas(kCacheLine) std::atomic<Items> unclaimed_{Items{0, 0}};
   alignas(kCacheLine) std::atomic<int64_t> unfinished_{0};
@@ -178,7 +179,7 @@ void set_num_threads(int num_threads) { wanted_threads.store(num_threads < 1 ? 1
 
 int num_threads() { return pool().num_threads(); }
 
-void run_region(int64_t num_items, void (*fn)(void*, int64_t), void* context) { pool().run(num_items, fn, context); }
+void run_region(int64_t num_items, Item fn, void* context) { pool().run(num_items, fn, context); }
 
 void fetch_when_idle(const uint8_t* begin, const uint8_t* end) {
   fetched.end.store(nullptr, std::memory_order_relaxed);  // lest somebody fetches from `begin` to the old end

@@ -14,15 +14,23 @@ namespace pagedjax {
 void set_num_threads(int num_threads);
 int num_threads();
 
-// Calls fn(context, i) once for every i in [0, num_items), on several threads, and returns when all calls have. `fn` must
-// not throw. A second caller at the same time, or a region within a region, runs its items by itself, in order.
-void run_region(int64_t num_items, void (*fn)(void*, int64_t), void* context);
+// Calls fn(context, i, next) once for every i in [0, num_items), on several threads, and returns when all calls have.
+// `next` is the item that this thread will likely take after i, or -1. `fn` must not throw. A second caller at the same
+// time, or a region within a region, runs its items by itself, in order.
+using Item = void (*)(void* context, int64_t i, int64_t next);
+void run_region(int64_t num_items, Item fn, void* context);
 
-// fn(i) for every i in [0, num_items). Items should take at least some microseconds each.
+// fn(i, next) for every i in [0, num_items). Items should take at least some microseconds each.
+template <class Fn>
+void parallel_for_in_turn(int64_t num_items, const Fn& fn) {
+  run_region(num_items, [](void* context, int64_t i, int64_t next) { (*static_cast<const Fn*>(context))(i, next); },
+             const_cast<Fn*>(&fn));
+}
+
+// fn(i) for every i in [0, num_items).
 template <class Fn>
 void parallel_for(int64_t num_items, const Fn& fn) {
-  run_region(num_items, [](void* context, int64_t i) { (*static_cast<const Fn*>(context))(i); },
-             const_cast<Fn*>(&fn));
+  parallel_for_in_turn(num_items, [&](int64_t i, int64_t) { fn(i); });
 }
 
 // fn(begin, end) for about `pieces_per_thread` pieces a thread of [0, num_items), none smaller than `least`.

@@ -84,8 +84,8 @@ std::vector<float> run(const Case& c, Level at, uint32_t seed) {
   int64_t tile = kernels.tile_columns(g), half = c.num_rows / 2;
   for (int64_t begin = 0; begin < g.num_results; begin += tile) {
     int64_t end = begin + tile < g.num_results ? begin + tile : g.num_results;
-    kernels.multiply(g, 0, half, begin, end);
-    kernels.multiply(g, half, c.num_rows, begin, end);
+    kernels.multiply(g, 0, half, begin, end, end);
+    kernels.multiply(g, half, c.num_rows, begin, end, end);
   }
   std::free(g.prepared);
   if (c.only_largest) {

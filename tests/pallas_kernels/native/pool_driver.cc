@@ -13,7 +13,10 @@ std::atomic<int> num_faults{0};
 
 void check_region(int64_t num_items) {
   std::vector<std::atomic<int>> runs(num_items);
-  pagedjax::parallel_for(num_items, [&](int64_t i) { runs[i].fetch_add(1, std::memory_order_relaxed); });
+  pagedjax::parallel_for_in_turn(num_items, [&](int64_t i, int64_t next) {
+    runs[i].fetch_add(1, std::memory_order_relaxed);
+    num_faults += next == i || next < -1 || next >= num_items;
+  });
   for (auto& count : runs) num_faults += count.load(std::memory_order_relaxed) != 1;
 }
 
@@ -29,6 +32,16 @@ void check_nested() {
   std::atomic<int> runs{0};
   pagedjax::parallel_for(5, [&](int64_t) { pagedjax::parallel_for(7, [&](int64_t) { runs.fetch_add(1); }); });
   num_faults += runs.load() != 35;
+}
+
+// A thread that takes all items by itself takes them in order, and knows it.
+void check_next() {
+  pagedjax::parallel_for(2, [&](int64_t) {
+    int64_t expected = 0;
+    pagedjax::parallel_for_in_turn(5, [&](int64_t i, int64_t next) {
+      num_faults += i != expected++ || next != (i < 4 ? i + 1 : -1);
+    });
+  });
 }
 
 }  // namespace
@@ -48,6 +61,7 @@ int main(int argc, char** argv) {
   }
   for (auto& caller : callers) caller.join();
   check_nested();
+  check_next();
   std::printf("%d faults\n", num_faults.load());
   return num_faults.load() != 0;
 }
