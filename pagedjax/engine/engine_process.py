@@ -1,7 +1,7 @@
 """What the engine's own process runs: the step loop on its main thread, and a thread that takes in what comes.
 
-It lives as long as the pipe to its parent: when that ends, however the parent ended, this process ends at once, in the
-middle of a step too. Signals are the parent's to judge.
+It lives as long as the connection to its parent: when that ends, however the parent ended, this process ends at once,
+in the middle of a step too. Signals are the parent's to judge.
 """
 
 import ctypes
@@ -10,11 +10,11 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.engine import logs
 from pagedjax.engine.config import EngineConfig
+from pagedjax.engine.framing import WaitingEnd
 from pagedjax.engine.link import Build, Facts
 from pagedjax.engine.messages import Abort, Add, Command, Refuse
 from pagedjax.engine.outputs import EngineError
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 
 
-def main(pipe: Connection, config: EngineConfig, build: Build, levels: Mapping[str, int]) -> NoReturn:
+def main(connection: socket.socket, config: EngineConfig, build: Build, levels: Mapping[str, int]) -> NoReturn:
     """Load, serve and leave; never returns."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -56,7 +57,7 @@ def main(pipe: Connection, config: EngineConfig, build: Build, levels: Mapping[s
     logs.begin(levels)
     # By default bars share a semaphore between processes, of which nobody would be rid at our end.
     tqdm.set_lock(threading.RLock())
-    office = Office(pipe)
+    office = Office(WaitingEnd(connection))
     threading.Thread(target=office.receive, name="intake", daemon=True).start()
     try:
         engine = build(config)
@@ -74,11 +75,11 @@ def main(pipe: Connection, config: EngineConfig, build: Build, levels: Mapping[s
 
 
 class Office:
-    """Both ends of the pipe. `tell` is for the main thread and the thread of `receive`."""
+    """Where messages come and go. `tell` is for the main thread and the thread of `receive`."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, end: WaitingEnd) -> None:
         self.ended = threading.Event()
-        self._pipe = pipe
+        self._end = end
         self._packer = Packer()
         self._sending = threading.Lock()
         self._steps: StepLoop | None = None
@@ -91,20 +92,20 @@ class Office:
         self._steps = steps
 
     def tell(self, message: FromEngine) -> None:
-        """Waits while the pipe is full: steps go no faster than somebody takes what they bring."""
+        """Waits while the socket is full: steps go no faster than somebody takes what they bring."""
         with self._sending:
             try:
-                self._pipe.send_bytes(self._packer.pack(message))
+                self._end.send(self._packer.pack(message))
             except OSError:
                 leave(1)
 
     def receive(self) -> None:
-        """Take in what comes, until the pipe ends; then this process does."""
+        """Take in what comes, until the connection ends; then this process does."""
         try:
-            while True:
-                for message in unpack_commands(self._pipe.recv_bytes()):
+            while pieces := self._end.receive():
+                for message in [message for piece in pieces for message in unpack_commands(piece)]:
                     self._take(message)
-        except (EOFError, OSError):
+        except OSError:
             pass
         except BaseException:
             logger.exception("event=intake_failed")

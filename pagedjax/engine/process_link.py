@@ -1,26 +1,25 @@
 """The way to a step loop in a process of its own, where a busy interpreter beside it cannot stretch its steps.
 
-Commands gather while the last ones are written, and go over together; reports come back one a step. A thread writes
-and a thread reads, so that a pipe that is full holds up neither the event loop nor, for long, the steps. What waits to
-be written is bounded by `Admission`, which counts it as waiting in line.
+Commands that come together go over together (`outbox.py`); reports come back one a step. What waits to be sent is
+bounded by `Admission`, which counts it as waiting in line; an event loop that does not take reports holds up the steps
+once the socket is full.
 """
 
 import asyncio
 import logging
 import multiprocessing
 import pickle
-import queue
-import threading
+import socket
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedjax.engine import engine_process, logs
 from pagedjax.engine.config import EngineConfig
-from pagedjax.engine.link import STOP_TIMEOUT_S, Build, Facts, Hear, call_on, settle
+from pagedjax.engine.framing import LoopEnd
+from pagedjax.engine.link import STOP_TIMEOUT_S, Build, Facts, Hear, settle
 from pagedjax.engine.messages import Command, Failed
+from pagedjax.engine.outbox import Outbox
 from pagedjax.engine.outputs import EngineError
 from pagedjax.engine.submission import Submission
 from pagedjax.engine.wire import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# A process that has closed its pipe is gone, or as good as.
+# A process that has closed its socket is gone, or as good as.
 _EXIT_TIMEOUT_S = 2.0
 
 
@@ -52,10 +51,11 @@ class ProcessLink:
     def __init__(self, config: EngineConfig, build: Build) -> None:
         self._config, self._build = config, build
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
-        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._end: LoopEnd | None = None
+        self._outbox: Outbox[ToEngine] = Outbox(self._write)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[Facts] | None = None
+        self._losing: asyncio.Task[None] | None = None
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._is_lost = False
@@ -70,21 +70,21 @@ class ProcessLink:
     async def start(self, hear: Hear) -> Facts:
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
+        ours, theirs = socket.socketpair()
         # Threads and devices do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
         args = theirs, self._config, self._build, logs.levels()
         self._process = context.Process(target=engine_process.main, args=args, name="pagedjax-engine", daemon=True)
         self._process.start()
-        # The engine's process has the only other end, so that its death is the end of the pipe.
+        # The engine's process has the only other end, so that its death is the end of the connection.
         theirs.close()
-        for target, name in ((self._read, "from-engine"), (self._write, "to-engine")):
-            threading.Thread(target=target, args=(self._pipe, hear), name=name, daemon=True).start()
+        self._end = await LoopEnd.open(ours, lambda data: self._read(data, hear), lambda: self._begin_losing(hear))
         try:
             return await self._ready
         except asyncio.CancelledError:
             self._is_stopping = True
             self._process.kill()
+            self._end.close()
             raise
 
     def send(self, command: Command) -> None:
@@ -117,52 +117,30 @@ class ProcessLink:
     async def stop(self) -> None:
         """End the process; one whose step hangs is killed."""
         self._is_stopping = True
-        self._outbox.put(Stop())
-        self._outbox.put(None)
-        if self._process is None:
+        if self._process is None or self._end is None:
             return
+        self._outbox.put(Stop())
         await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             logger.warning("event=engine_killed waited_s=%g", STOP_TIMEOUT_S)
             self._process.kill()
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        self._end.close()
 
-    def _write(self, pipe: Connection, _hear: Hear) -> None:
-        """Runs on a thread of its own."""
-        while (message := self._outbox.get()) is not None:
-            messages, is_last = [message], False
-            with suppress(queue.Empty):
-                while True:
-                    following = self._outbox.get_nowait()
-                    if following is None:
-                        is_last = True
-                        break
-                    messages.append(following)
-            try:
-                pipe.send_bytes(pack_commands(messages))
-            except OSError:
-                return  # whoever reads has noticed
-            if is_last:
-                return
+    def _write(self, messages: list[ToEngine]) -> None:
+        if not self._is_lost:
+            assert self._end is not None
+            self._end.send(pack_commands(messages))
 
-    def _read(self, pipe: Connection, hear: Hear) -> None:
-        """Runs on a thread of its own, and returns when the pipe ends."""
-        assert self._loop is not None
-        assert self._process is not None
+    def _read(self, data: bytes, hear: Hear) -> None:
+        assert self._end is not None
         try:
-            while True:
-                call_on(self._loop, self._take, unpack(pipe.recv_bytes()), hear)
-        except (EOFError, OSError):
-            pass
-        except BaseException:
+            message = unpack(data)
+        except Exception:
             logger.exception("event=report_unreadable")
-        pipe.close()
-        if not self._is_stopping:
-            # It is ending, or has closed its pipe in some other way and is of no use.
-            self._process.join(_EXIT_TIMEOUT_S)
-        call_on(self._loop, self._lose, hear)
-
-    # From here on: the event loop again.
+            self._end.close()
+            return
+        self._take(message, hear)
 
     def _take(self, message: FromEngine, hear: Hear) -> None:
         assert self._ready is not None
@@ -179,10 +157,21 @@ class ProcessLink:
             case _:
                 hear(message)
 
+    def _begin_losing(self, hear: Hear) -> None:
+        self._is_lost = True
+        if self._is_stopping:
+            self._lose(hear)
+        else:
+            self._losing = asyncio.ensure_future(self._lose_with_process(hear))
+
+    async def _lose_with_process(self, hear: Hear) -> None:
+        """It is ending, or has closed its socket in some other way and is of no use."""
+        assert self._process is not None
+        await asyncio.to_thread(self._process.join, _EXIT_TIMEOUT_S)
+        self._lose(hear)
+
     def _lose(self, hear: Hear) -> None:
         assert self._process is not None and self._ready is not None
-        self._is_lost = True
-        self._outbox.put(None)
         error = EngineError(f"the engine's process has ended (exit code {self._process.exitcode})")
         if not self._is_stopping and not self._has_refused:
             logger.critical("event=engine_process_lost pid=%s exit_code=%s", self._process.pid, self._process.exitcode)

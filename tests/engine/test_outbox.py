@@ -1,0 +1,32 @@
+"""What gathers on its way to the engine's process."""
+
+import asyncio
+
+from pagedjax.engine.outbox import MAX_GATHERED, QUIET_TURNS, Outbox
+
+
+def sent(*turns_between):
+    """What is sent when messages 0, 1, 2, … are put with so many turns of the loop between them."""
+
+    async def main():
+        batches = []
+        outbox = Outbox(batches.append)
+        for message, num_turns in enumerate((*turns_between, 2 * QUIET_TURNS)):
+            outbox.put(message)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        return batches
+
+    return asyncio.run(main())
+
+
+def test_what_comes_alone_is_sent_after_a_few_turns():
+    assert sent(QUIET_TURNS + 1) == [[0], [1]]
+
+
+def test_what_comes_together_is_sent_together():
+    assert sent(0, 1, QUIET_TURNS - 1) == [[0, 1, 2, 3]]
+
+
+def test_nothing_waits_for_more_than_a_few_others():
+    assert sent(*[1] * (MAX_GATHERED + 1)) == [list(range(MAX_GATHERED)), [MAX_GATHERED, MAX_GATHERED + 1]]
