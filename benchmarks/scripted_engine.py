@@ -17,7 +17,7 @@ from pagedjax.engine.lives import LifeStory
 from pagedjax.engine.load import Load, load_of
 from pagedjax.engine.outputs import Delta, Update
 from pagedjax.engine.step_history import StepRecord
-from pagedjax.engine.stream import Stream
+from pagedjax.engine.stream import Stream, feed_all
 from pagedjax.engine.submission import Submission, submission
 
 T = TypeVar("T")
@@ -79,13 +79,15 @@ class ScriptedEngine:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._step_s)
-            for stream, (request, began_s, sent) in list(self._open.items()):
+            fed = []
+            for stream, (request, began_s, sent) in self._open.items():
                 text = f"{time.perf_counter() - began_s:.6f}" if sent == 0 else " word"
                 is_last = sent + 1 == request.params.max_tokens
                 delta = Delta(0, text, (65,), finish_reason="length" if is_last else None)
                 self._open[stream] = request, began_s, sent + 1
-                if stream.feed(Update(stream.request_id, delta)):
-                    del self._open[stream]
+                fed.append((stream, Update(stream.request_id, delta)))
+            for ended in feed_all(fed):
+                del self._open[ended]
 
     def _drop(self, stream: Stream, outcome: str) -> None:
         self._open.pop(stream, None)

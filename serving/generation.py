@@ -50,6 +50,7 @@ class Generation:
         self._service, self._workers, self._active = service, service.workers, active
         n = call.params.n
         self._choices = [Choice(i, streams[i // n]) for i in range(n * len(streams))]
+        self._score_only = isinstance(call, CompletionCall) and call.score_only
         self._num_completion_tokens = 0
         self._started = False
 
@@ -74,9 +75,11 @@ class Generation:
             scope["state"]["generated"] = self._told()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._deltas()) as deltas:
-            async for choice, delta in deltas:
+        async with aclosing(merged(self._streams)) as deltas:
+            async for prompt_index, delta in deltas:
+                choice, delta = self._noted(prompt_index, delta)
                 choice.add(delta)
+        self._check_finished()
         usage = self._usage()
         answer = await self._workers.run(
             self._num_scored_bytes(self._num_completion_tokens),
@@ -85,10 +88,12 @@ class Generation:
         await answer(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        async with aclosing(self._deltas()) as deltas:
-            async for choice, delta in deltas:
+        async with aclosing(merged(self._streams)) as deltas:
+            async for prompt_index, delta in deltas:
+                choice, delta = self._noted(prompt_index, delta)
                 begin = b"" if choice.begun else await self._begin(choice)
                 await self._write(begin + self._rendering.chunk(choice, delta), send)
+        self._check_finished()
         tail = self._rendering.usage_chunk(self._usage()) if self._call.include_usage else b""
         await self._write(tail + self._rendering.done, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -123,18 +128,19 @@ class Generation:
             log.error("event=stream_failed id=%s", state["request_id"], exc_info=error)
         await send({"type": "http.response.body", "body": sse.event(errors.error_body(error, state["request_id"]))})
 
-    async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta], None]:
-        """Every delta with its choice, as they come; ends when every choice has finished, or raises."""
-        async with aclosing(merged(self._streams)) as deltas:
-            async for prompt_index, delta in deltas:
-                choice = self._choices[prompt_index * self._call.params.n + delta.index]
-                if isinstance(self._call, CompletionCall) and self._call.score_only:
-                    delta = _Unshown(delta.index)
-                choice.finish_reason = delta.finish_reason
-                choice.num_tokens += len(delta.token_ids)
-                self._num_completion_tokens += len(delta.token_ids)
-                self._active.num_output_tokens = self._num_completion_tokens
-                yield choice, delta
+    def _noted(self, prompt_index: int, delta: Delta) -> tuple[Choice, Delta]:
+        """A delta that has come, as it is to be shown, and the choice that grows by it."""
+        choice = self._choices[prompt_index * self._call.params.n + delta.index]
+        if self._score_only:
+            delta = _Unshown(delta.index)
+        choice.finish_reason = delta.finish_reason
+        num_tokens = len(delta.token_ids)
+        choice.num_tokens += num_tokens
+        self._num_completion_tokens += num_tokens
+        self._active.num_output_tokens = self._num_completion_tokens
+        return choice, delta
+
+    def _check_finished(self) -> None:
         if any(choice.finish_reason is None for choice in self._choices):
             raise RuntimeError("the engine closed a stream before its sequences had finished")
 

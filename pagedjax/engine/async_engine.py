@@ -24,7 +24,7 @@ from pagedjax.engine.load import Admission, Load
 from pagedjax.engine.messages import Abort, Add, CountRefused, Dropped, Failed, Report, Stepped
 from pagedjax.engine.outputs import EngineError, Update
 from pagedjax.engine.process_link import ProcessLink
-from pagedjax.engine.stream import Stream
+from pagedjax.engine.stream import Stream, feed_all
 from pagedjax.engine.submission import Pooling, Submission, submission
 from pagedjax.engine.tokenizer import Tokenizer
 
@@ -261,10 +261,9 @@ class AsyncEngine:
                 self._fail(reason)
 
     def _deliver(self, updates: list[Update]) -> None:
-        for update in updates:
-            stream = self._streams.get(update.request_id)
-            if stream is not None and stream.feed(update):
-                del self._streams[update.request_id]
+        streams = self._streams
+        for ended in feed_all([(streams[u.request_id], u) for u in updates if u.request_id in streams]):
+            del streams[ended.request_id]
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

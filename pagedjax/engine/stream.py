@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import numpy as np
 
@@ -23,10 +23,10 @@ class Stream:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.embedding: np.ndarray | None = None
+        self.has_begun = False
         self._abort = abort
         self._num_unfinished = request.params.n
         self._deltas: deque[Delta] = deque()
-        self._has_been_fed = False
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -56,8 +56,7 @@ class Stream:
     def feed(self, update: Update) -> bool:
         """Take in what a step brought (once ended, nothing); says whether the stream has ended by it.
 
-        Called by the engine, on the stream's event loop. Of the streams that a step feeds, those that get their first
-        token are woken before the others: all that is done for these would be added to the time that shows most.
+        Called by the engine, on the stream's event loop.
         """
         if self.ended:
             return False
@@ -70,11 +69,8 @@ class Stream:
             self.embedding = update.embedding
             self._num_unfinished -= update.delta.finish_reason is not None
             self._deltas.append(update.delta)
-        if self._has_been_fed:
-            self._loop.call_soon(self._wake)
-        else:
-            self._wake()
-        self._has_been_fed = True
+        self.has_begun = True
+        self._wake()
         return self.ended
 
     @property
@@ -84,3 +80,13 @@ class Stream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def feed_all(fed: Iterable[tuple[Stream, Update]]) -> list[Stream]:
+    """Feed streams what a step brought; gives those that have ended by it.
+
+    Those that get their first token are woken before the others: all that is done for these would be added to the time
+    that shows most.
+    """
+    begun_last = sorted(fed, key=lambda pair: pair[0].has_begun)
+    return [stream for stream, update in begun_last if stream.feed(update)]

@@ -10,7 +10,7 @@ from pagedjax.core.errors import ConfigError, RequestError
 from pagedjax.core.request import SamplingParams
 from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.outputs import Delta, EngineError, Update
-from pagedjax.engine.stream import Stream
+from pagedjax.engine.stream import Stream, feed_all
 from tests.engine.fakes import make_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
@@ -65,8 +65,8 @@ def test_of_the_streams_that_a_step_feeds_those_at_their_first_token_are_woken_f
         streams[0].feed(Update("old", Delta(0, "d", (1,))))
         while woken != ["old"]:
             await asyncio.sleep(0)
-        for stream in streams:
-            stream.feed(Update(stream.request_id, Delta(0, "e", (2,), finish_reason="length")))
+        last = Delta(0, "e", (2,), finish_reason="length")
+        assert feed_all([(stream, Update(stream.request_id, last)) for stream in streams]) == streams[::-1]
         await asyncio.gather(*readers)
         return woken
 
