@@ -1,7 +1,7 @@
 """/v1/embeddings: texts as vectors, pooled from the served model's last hidden states."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -80,6 +80,9 @@ class EmbeddingRendering:
         raise NotImplementedError("embeddings are not streamed")
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        raise NotImplementedError("embeddings are not streamed")
+
+    def failure(self, error: Mapping[str, Any]) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class Generation:
             return
         if not isinstance(error, RequestError):
             log.error("event=stream_failed id=%s", state["request_id"], exc_info=error)
-        await send({"type": "http.response.body", "body": sse.event(errors.error_body(error, state["request_id"]))})
+        last = self._rendering.failure(errors.error_body(error, state["request_id"])["error"])
+        await send({"type": "http.response.body", "body": last})
 
     def _noted(self, prompt_index: int, delta: Delta) -> tuple[Choice, Delta]:
         """A delta that has come, as it is to be shown, and the choice that grows by it."""

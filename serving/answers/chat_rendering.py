@@ -1,6 +1,6 @@
 """/v1/chat/completions: the whole body, and the chunks of a stream, with the calls that are read from the text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serving.answers import sse
@@ -40,6 +40,9 @@ class ChatRendering:
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return sse.event(body_of(self._head, "chat.completion.chunk", []) | {"usage": usage})
+
+    def failure(self, error: Mapping[str, Any]) -> bytes:
+        return sse.failure(error)
 
     def _parsed(self, choice: Choice, text: str, *, is_last: bool) -> Piece:
         """The content that is certain with this text, and what is of calls."""

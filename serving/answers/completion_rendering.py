@@ -1,6 +1,6 @@
 """/v1/completions: the whole body, and the chunks of a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.answers import sse
@@ -35,6 +35,9 @@ class CompletionRendering:
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return sse.event(body_of(self._head, "text_completion", []) | {"usage": usage})
+
+    def failure(self, error: Mapping[str, Any]) -> bytes:
+        return sse.failure(error)
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         return body_of(self._head, "text_completion", [self._whole(choice) for choice in choices]) | {"usage": usage}

@@ -3,7 +3,7 @@
 Choices of several prompts are numbered prompt by prompt: index = prompt_index * n + the sequence's index.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -47,13 +47,15 @@ class Choice:
 
 class Rendering(Protocol):
     """Bodies of one response. `begin` is what precedes a choice's first delta; both chunk methods may give nothing.
-    `usage_chunk` comes last where usage was asked for, and then `done`."""
+    `usage_chunk` comes last where usage was asked for, and then `done`; `failure` in place of both where the stream has
+    begun and fails."""
 
     @property
     def done(self) -> bytes: ...
     def begin(self, choice: Choice) -> bytes: ...
     def chunk(self, choice: Choice, delta: Delta) -> bytes: ...
     def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
+    def failure(self, error: Mapping[str, Any]) -> bytes: ...
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]: ...
 
 

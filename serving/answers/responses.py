@@ -1,6 +1,6 @@
 """/v1/responses: the response object, and the events by which one grows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -48,6 +48,12 @@ class ResponseRendering:
         status = self._status(self._reason)
         events = self._items.end(status)
         return self._events([*events, (f"response.{status}", {"response": self._response(status, usage)})])
+
+    def failure(self, error: Mapping[str, Any]) -> bytes:
+        """What is there so far, and what went wrong: OpenAI's codes have one for all faults of a server."""
+        events = self._items.end("incomplete")
+        failed = self._response("failed", None) | {"error": {"code": "server_error", "message": error["message"]}}
+        return self._events([*events, ("response.failed", {"response": failed})])
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices

@@ -4,6 +4,7 @@ The chunks of one choice differ only in a text, so what is constant of them is e
 costs one small `orjson.dumps` and a concatenation: 0.3 us instead of 1.5.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -30,6 +31,11 @@ class Template(NamedTuple):
 
 def event(body: Any) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def failure(error: Mapping[str, Any]) -> bytes:
+    """What ends a stream of chunks that has failed; `error` is as in errors.error_body."""
+    return event({"error": error})
 
 
 def template(body: Any) -> Template:

@@ -4,8 +4,8 @@ import json
 
 import openai
 import pytest
-from openai.types.responses import response_create_params
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent, response_create_params
+from pydantic import BaseModel, TypeAdapter
 
 from pagedjax.core.structure import StructuredOutputsParams
 from pagedjax.engine.async_engine import AsyncEngine
@@ -83,6 +83,19 @@ def test_events_add_up_to_the_whole_answer(client, fields):
         assert name in final
     assert part == whole["output"][0]["content"][0]
     assert (final["usage"], final["status"]) == (whole["usage"], whole["status"])
+
+
+@pytest.mark.parametrize("reply", [["Hel", "lo"], [TEXT[:40], TEXT[40:]]])
+def test_a_stream_that_fails_ends_with_the_failed_response(client_of, FakeEngine, reply):
+    engine = FakeEngine(reply, fail_after=1)
+    events = [body for _, body in read(ask(client_of(engine), stream=True, tools=[TIME]))]
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    (last,) = [event for event in events if event["type"] in ("response.failed", "response.completed", "error")]
+    assert last is events[-1] and last["response"]["status"] == "failed"
+    assert last["response"]["error"]["code"] == "server_error"
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
+    assert "secret" not in json.dumps(events) and engine.aborted
 
 
 @pytest.mark.parametrize(
