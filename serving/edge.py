@@ -27,7 +27,8 @@ LINGER_S = 5.0
 
 class Edge:
     """ASGI middleware. Puts `request_id`, `arrival_s` (monotonic), `notes` and `headers` into scope["state"]: notes
-    become fields of the access log, headers those of the answer.
+    become fields of the access log, headers those of the answer. `send_on` there passes all layers by: none looks at
+    what an answer has between its first message and its last, and each would cost every token a call.
 
     `route_of` gives an endpoint's path template, which is what metrics and logs call it.
     """
@@ -52,7 +53,9 @@ class Edge:
         notes: dict[str, Any] = {}
         headers: dict[str, str] = {}
         arrival_s = time.monotonic()
-        scope.setdefault("state", {}).update(request_id=request_id, notes=notes, headers=headers, arrival_s=arrival_s)
+        scope.setdefault("state", {}).update(
+            request_id=request_id, notes=notes, headers=headers, arrival_s=arrival_s, send_on=send
+        )
         status, first_byte_s, lingers = 0, None, False
         body = Body(receive, Headers(scope=scope), self._max_body_bytes)
 

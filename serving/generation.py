@@ -8,7 +8,7 @@ without [DONE].
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Take = Callable[[Choice, Delta], Awaitable[None]]
 # About what one candidate of a token's log-probabilities takes as JSON.
 CANDIDATE_BYTES = 64
 
@@ -55,8 +56,8 @@ class Generation:
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        notes = scope["state"]["notes"]
-        work = self._stream(send) if self._call.stream else self._whole(scope, receive, send)
+        state = scope["state"]
+        work = self._stream(send, state["send_on"]) if self._call.stream else self._whole(scope, receive, send)
         outcome = "abort"
         try:
             await self._service.active.run(self._active, work, receive)
@@ -69,17 +70,18 @@ class Generation:
         finally:
             self._abort_unfinished(outcome)
             self._active.charge(self._num_completion_tokens)
-            notes["stream"] = self._call.stream
-            notes["prompt_tokens"] = self._active.num_prompt_tokens
-            notes["output_tokens"] = self._num_completion_tokens
-            scope["state"]["generated"] = self._told()
+            state["notes"] |= {
+                "stream": self._call.stream,
+                "prompt_tokens": self._active.num_prompt_tokens,
+                "output_tokens": self._num_completion_tokens,
+            }
+            state["generated"] = self._told()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(merged(self._streams)) as deltas:
-            async for prompt_index, delta in deltas:
-                choice, delta = self._noted(prompt_index, delta)
-                choice.add(delta)
-        self._check_finished()
+        async def keep(choice: Choice, delta: Delta) -> None:
+            choice.add(delta)
+
+        await self._each(keep)
         usage = self._usage()
         answer = await self._workers.run(
             self._num_scored_bytes(self._num_completion_tokens),
@@ -87,20 +89,29 @@ class Generation:
         )
         await answer(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
-        async with aclosing(merged(self._streams)) as deltas:
-            async for prompt_index, delta in deltas:
-                choice, delta = self._noted(prompt_index, delta)
-                begin = b"" if choice.begun else await self._begin(choice)
-                await self._write(begin + self._rendering.chunk(choice, delta), send)
-        self._check_finished()
+    async def _stream(self, send: Send, send_on: Send) -> None:
+        async def show(choice: Choice, delta: Delta) -> None:
+            events = self._rendering.chunk(choice, delta) if choice.begun else await self._begin(choice, delta)
+            if events:
+                if not self._started:
+                    await self._start(send)
+                await send_on({"type": "http.response.body", "body": events, "more_body": True})
+
+        await self._each(show)
         tail = self._rendering.usage_chunk(self._usage()) if self._call.include_usage else b""
-        await self._write(tail + self._rendering.done, send)
+        if not self._started:
+            await self._start(send)
+        await send_on({"type": "http.response.body", "body": tail + self._rendering.done, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begin(self, choice: Choice) -> bytes:
+    async def _begin(self, choice: Choice, delta: Delta) -> bytes:
         choice.begun = True
-        return await self._workers.run(self._num_scored_bytes(0), lambda: self._rendering.begin(choice))
+        begin = await self._workers.run(self._num_scored_bytes(0), lambda: self._rendering.begin(choice))
+        return begin + self._rendering.chunk(choice, delta)
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
 
     def _num_scored_bytes(self, num_completion_tokens: int) -> int:
         """About what the log-probabilities take that were asked for: they alone make an answer large."""
@@ -109,14 +120,6 @@ class Generation:
         candidates = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
         candidates += 0 if params.logprobs is None else num_completion_tokens * (params.logprobs + 1)
         return candidates * CANDIDATE_BYTES
-
-    async def _write(self, events: bytes, send: Send) -> None:
-        if not events:
-            return
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
-        await send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def _end_with(self, error: Exception, scope: Scope, send: Send) -> None:
         """The stream has begun, so its status stands: say what went wrong as an event, and close."""
@@ -129,6 +132,18 @@ class Generation:
         last = self._rendering.failure(errors.error_body(error, state["request_id"])["error"])
         await send({"type": "http.response.body", "body": last})
 
+    async def _each(self, take: Take) -> None:
+        """Hand every delta to `take` with its choice, as they come; ends when every choice has finished, or raises."""
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                await take(*self._noted(0, delta))
+        else:
+            async with aclosing(merged(self._streams)) as deltas:
+                async for prompt_index, delta in deltas:
+                    await take(*self._noted(prompt_index, delta))
+        if any(choice.finish_reason is None for choice in self._choices):
+            raise RuntimeError("the engine closed a stream before its sequences had finished")
+
     def _noted(self, prompt_index: int, delta: Delta) -> tuple[Choice, Delta]:
         """A delta that has come, as it is to be shown, and the choice that grows by it."""
         choice = self._choices[prompt_index * self._call.params.n + delta.index]
@@ -140,10 +155,6 @@ class Generation:
         self._num_completion_tokens += num_tokens
         self._active.num_output_tokens = self._num_completion_tokens
         return choice, delta
-
-    def _check_finished(self) -> None:
-        if any(choice.finish_reason is None for choice in self._choices):
-            raise RuntimeError("the engine closed a stream before its sequences had finished")
 
     def _told(self) -> Generated:
         operations = {CompletionCall: "text_completion", ChatCall: "chat", EmbeddingCall: "embeddings"}
@@ -183,10 +194,6 @@ class _Unshown:
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
     """(stream's position, delta) of all streams as they come. The first error ends it."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
     queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
     pumps = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
     try:
