@@ -91,7 +91,7 @@ def test_one_step_ahead_gives_what_one_at_a_time_gives(engine):
     params = [shaped(SHAPES["regex"][0], seed=3), SamplingParams(**RANDOM), shaped(SHAPES["gbnf"][0], seed=4)]
     ahead = texts(engine, params)
     whole = engine.state
-    engine.state = replace(whole, config=replace(whole.config, async_scheduling=False))
+    engine.state = whole._replace(config=replace(whole.config, async_scheduling=False))
     assert texts(engine, params) == ahead
     engine.state = whole
 
