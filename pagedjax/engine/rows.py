@@ -6,7 +6,7 @@ import numpy as np
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.plan import Row, RowResult
-from pagedjax.core.request import FinishReason
+from pagedjax.core.request import CompletionOutput, FinishReason
 from pagedjax.engine.beams import Beams
 from pagedjax.engine.live import Group, Live, forced_token, new_hash, push
 from pagedjax.engine.metrics import EngineMetrics
@@ -121,20 +121,12 @@ class Rows:
 
     def _give(self, group: Group, delta: Delta) -> None:
         """Tell the caller; where only the best samples come out, once all have ended."""
-        deltas, request = [delta], group.submission
-        if group.candidates is not None:
-            add_delta(group.candidates[delta.index], delta)
-            have_ended = all(candidate.finished for candidate in group.candidates)
-            deltas = best_of(group.candidates, request.params) if have_ended else []
+        deltas = [delta] if group.candidates is None else _best(group, group.candidates, delta)
         for each in deltas:
-            update = Update(
-                request.request_id,
-                each,
-                group.num_cached_tokens or 0,
-                group.prompt_logprobs,
-                embedding=group.embedding,
+            request_id, num_cached_tokens = group.submission.request_id, group.num_cached_tokens or 0
+            self.updates.append(
+                Update(request_id, each, num_cached_tokens, group.prompt_logprobs, None, group.embedding)
             )
-            self.updates.append(update)
 
     def _pooled_delta(self, live: Live) -> Delta:
         """The end of a sequence whose hidden states were wanted: they go to its group, and no token comes out."""
@@ -158,18 +150,19 @@ class Rows:
     def _delta(self, live: Live, token_id: int, result: StepResult, place: int) -> Delta:
         """The token, and those forced behind it, as text and log-probabilities; and whether the sequence ends there."""
         text, finish, reason = push(live, token_id)
-        token_ids = [token_id]
-        for forced in self._forced_tokens(live) if finish is None else ():
-            more, finish, reason = push(live, forced)
-            text += more
-            token_ids.append(forced)
-            if finish is not None:
-                break
+        token_ids: tuple[int, ...] = (token_id,)
+        if finish is None and live.grammar is not None:
+            for forced in self._forced_tokens(live):
+                more, finish, reason = push(live, forced)
+                text += more
+                token_ids += (forced,)
+                if finish is not None:
+                    break
         logprobs = None
         if live.params.logprobs is not None:
             assert result.logprobs is not None
             logprobs = (self._logprobs(result.logprobs, place, live.params.logprobs),)
-        return Delta(live.index, text, tuple(token_ids), logprobs, finish and finish.value, reason)
+        return Delta(live.index, text, token_ids, logprobs, finish and finish.value, reason)
 
     def _forced_tokens(self, live: Live) -> Iterator[int]:
         """The tokens that are forced next, as far as this step may split their text. Each must be pushed before the
@@ -193,3 +186,10 @@ class Rows:
         self.updates.append(Update(live.request_id, None, error=error))
         live.ended = True
         return RowResult(live.sequence_id, 0, FinishReason.ABORT)
+
+
+def _best(group: Group, candidates: list[CompletionOutput], delta: Delta) -> list[Delta]:
+    """The best samples, once the last one has ended with this delta; none before."""
+    add_delta(candidates[delta.index], delta)
+    have_ended = all(candidate.finished for candidate in candidates)
+    return best_of(candidates, group.submission.params) if have_ended else []

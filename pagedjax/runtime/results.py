@@ -1,7 +1,7 @@
 """What a step gives: device values while it runs, then arrays on the host."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -19,10 +19,11 @@ class PromptScores(NamedTuple):
     scores: Scores
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave, by the plan's rows. `ids` are -1 where a row does not sample, and where it is `faulty`: its
-    logits were not finite, and only that sequence is lost.
+class StepResult(NamedTuple):
+    """What a step gave, by the plan's rows. (NamedTuple, as is the handle: one of each is made per step.)
+
+    `ids` are -1 where a row does not sample, and where it is `faulty`: its logits were not finite, and only that
+    sequence is lost.
 
     `logprobs` is there when a sampling row asks (rows that do not sample hold -1 and 0), under the model's raw
     distribution; column 0 is the sampled token. `prompt_logprobs` maps rows to what this step scored of their prompts,
@@ -34,7 +35,7 @@ class StepResult:
     faulty: list[bool]
     logprobs: Scores | None
     prompt_logprobs: Mapping[int, PromptScores]
-    pooled: Mapping[int, np.ndarray] = field(default_factory=dict)
+    pooled: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class PooledRow(NamedTuple):
@@ -46,8 +47,7 @@ class PooledRow(NamedTuple):
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepHandle:
+class StepHandle(NamedTuple):
     """A step that was dispatched: device values that nobody has waited for yet."""
 
     plan_id: int

@@ -9,7 +9,6 @@ that leave it or return do so through staging arrays (`copies`, `swap`).
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -173,7 +172,7 @@ class Runner:
         not sample every token the bits of those they may, int32 [1, words], lowest first; what it has no bit for is
         forbidden."""
         ids, scores = self._sample(handle.batch, handle.picked, masks)
-        return replace(handle, ids=ids, scores=scores)
+        return handle._replace(ids=ids, scores=scores)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its ids to the host. Raises what the device raised."""
