@@ -74,11 +74,13 @@ class Runner:
         self.programs = Programs()
         self._config, self._scheduler, self._runtime = config, scheduler, runtime
         self._backend, self._dtype, self._cache_dtype = backend, dtype, cache_dtype or dtype
-        self._parts = programs.split_model(model, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
+        self._platform = jax.default_backend()
+        # A GPU's programs may have been compiled elsewhere, from shapes alone.
+        hidden, embeds = jax.ShapeDtypeStruct((1, config.hidden_size), dtype), self._platform == "cpu"
+        self._parts = programs.split_model(model, hidden, embeds=embeds)
         # A sequence leaves `State.running` and gives up its slot in one update, before any other is planned.
         self._num_slots = scheduler.max_num_seqs
         self._warm_compiles: int | None = None
-        self._platform = jax.default_backend()
         self._copies = block_copy.backend_for(self._platform)
         self.reset()
         row = block_copy.staging_for(self._caches, 1)

@@ -147,6 +147,10 @@ def test_rows_that_want_the_likeliest_token_alone_get_it_without_logits():
     assert ids(beside)[:2] == ids(alone)[:2]
 
 
+def test_on_a_cpu_the_weights_of_norms_are_in_the_programs_and_not_handed_over_each_step(runner):
+    assert [leaf.ndim for leaf in runner._parts.forward_leaves if leaf.ndim < 2] == []
+
+
 def test_nothing_compiles_after_warm_up(runner):
     before = runner.recompiles  # other tests of this process compile
     for wish in WISHES.values():

@@ -144,10 +144,11 @@ def test_packed_weights_are_one_leaf_in_their_order_of_use(tiny_hf, layout):
     used = [product.weight.get_value() for product in [*sum(layers, ()), model.embed_tokens]]
     offsets = [weight.offset for weight in used]
     assert offsets == sorted(offsets)
-    parts = split_model(model, jax.ShapeDtypeStruct((1, model.config.hidden_size), np.float32))
-    num_norms = 2 * len(layers) + 1
-    assert len(parts.forward_leaves) == len(parts.names) == 1 + num_norms
-    assert [id(leaf) for leaf in parts.head_leaves] == [id(used[0].data)]
+    hidden, num_norms = jax.ShapeDtypeStruct((1, model.config.hidden_size), np.float32), 2 * len(layers) + 1
+    for embeds, num_vectors in ((False, num_norms), (True, 0)):
+        parts = split_model(model, hidden, embeds=embeds)
+        assert len(parts.forward_leaves) == len(parts.names) == 1 + num_vectors
+        assert [id(leaf) for leaf in parts.head_leaves] == [id(used[0].data)]
 
 
 def test_rows_of_8_bits_share_their_scales(tiny_hf):
