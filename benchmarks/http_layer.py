@@ -223,7 +223,7 @@ async def ask_all(target: Target, requests: list[BenchRequest]) -> None:
 # ---- throughput ------------------------------------------------------------------------------------------------------
 
 
-def throughput(num_rounds: int = 3) -> dict[str, Any]:
+def throughput(num_rounds: int = 9) -> dict[str, Any]:
     """Output tokens a second of one burst: of `LLM.generate`, and through HTTP less the client's share of the cores."""
     from pagedjax import LLM, SamplingParams
 
