@@ -68,7 +68,7 @@ KINDS = (
     Kind("prefill 8 x 32", 256, ((32, 32),) * 8),
     Kind("mixed: decode 60 + prefill 196", 256, ((1, 256),) * 60 + ((196, 196),)),
 )
-POOLS_MIB = (256, 512, 1024, 2048)
+POOLS_MIB = (256, 512, 1024, 2048, 4096)
 
 
 def main() -> None:

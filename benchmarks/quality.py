@@ -1,6 +1,7 @@
 """What each dtype, quantisation of weights and type of KV cache costs in quality, against float32 of the same model.
 
     python benchmarks/quality.py [--model smollm2-135m] [--json benchmarks/results/quality.json]
+    PAGEDJAX_NATIVE=off python benchmarks/quality.py --variants grouped int8 --json benchmarks/results/quality_xla.json
 
 Perplexity is that of the text in data/opticks.txt, in windows of 512 tokens whose first is given, by the engine's own
 prompt log-probabilities. "argmax_agreement" is the part of those positions at which the likeliest token is float32's.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from pagedjax import LLM, SamplingParams
 from pagedjax.bench.machine import origin
 from pagedjax.weights import load, store
+from pallas_kernels import native
 
 TEXT = Path(__file__).parent / "data" / "opticks.txt"
 WINDOW = 512
@@ -75,6 +77,7 @@ def main() -> int:
         record = {
             **measured,
             "encodings": encodings,
+            "native_kernels": native.unavailable() or native.load().level,
             "num_tokens": sum(map(len, cut)),
             "gates": GATES,
             "variants": found,

@@ -32,9 +32,9 @@ KV_CACHE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e
 
 _QUANTIZATION = (
     "of products' weights; auto keeps AWQ's and GPTQ's 4 bits, and on CPUs, unless a dtype is set, a GGUF file's own "
-    "with native kernels, or 8 bits a row in their place without; none dequantises; int8 and int4 quantise by groups "
-    "of 32, with native kernels (embeddings and head: bfloat16 beside int8, int8 beside int4); without them int8 does "
-    "by rows"
+    "with native kernels, or without them, from JAX 0.11 on, 8 bits a row in their place; none dequantises; int8 and "
+    "int4 quantise by groups of 32, with native kernels (embeddings and head: bfloat16 beside int8, int8 beside int4); "
+    "without them int8 does by rows, from JAX 0.11 on"
 )
 
 

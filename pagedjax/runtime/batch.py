@@ -80,7 +80,7 @@ def build(plan: StepPlan, tokens: TokenTable, slots: SlotTable, shapes: Shapes, 
     """The padded batch of a plan. Reads only: every sequence has its slot, and the slots' tables are up to date.
 
     Raises SchedulerError for a plan that cannot be right: over the limits, a table that does not cover a row, a token
-    that is neither known nor the one just sampled.
+    that is neither known nor the one just sampled, which can be had by the rows of one token that lead the plan.
     """
     rows = _columns(plan, tokens, slots)
     _check(rows, shapes, block_size)

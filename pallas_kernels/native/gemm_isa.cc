@@ -216,8 +216,10 @@ void finish(const Gemm& g, int64_t row, int64_t num_rows, int64_t column, int bl
 
 // ---- ranges ---------------------------------------------------------------------------------------------------------
 
-PAGEDJAX_INLINE const uint8_t* weights_of(const Gemm& g, int64_t column) {
-  return column < g.num_results ? g.weight + column / kBlockOutputs * g.block_bytes : nullptr;
+// The weights of a tile at `column`, if a whole one is there: a narrower one at the end is not fetched ahead.
+PAGEDJAX_INLINE const uint8_t* weights_of(const Gemm& g, int64_t column, int blocks) {
+  bool is_whole = column + blocks * kBlockOutputs <= g.num_results;
+  return is_whole ? g.weight + column / kBlockOutputs * g.block_bytes : nullptr;
 }
 
 // The tile at `column`, of all rows: its weights come from memory for the first rows, while those at `next` are fetched.
@@ -225,7 +227,7 @@ template <Format format, bool fine, int rows, int blocks>
 void run_column(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t column, int64_t next) {
   alignas(64) float sums[rows * blocks * kLanes], up[rows * blocks * kLanes];
   int64_t block = column / kBlockOutputs, up_block = block + g.num_results / kBlockOutputs;
-  const uint8_t* ahead = weights_of(g, next);
+  const uint8_t* ahead = weights_of(g, next, blocks);
   for (int64_t row = row_begin; row < row_end; row += rows, ahead = nullptr) {
     int64_t num_rows = row_end - row < rows ? row_end - row : rows;
     const uint8_t* after = g.gated && row == row_begin ? g.weight + up_block * g.block_bytes : ahead;

@@ -16,7 +16,7 @@ from pallas_kernels.matmul import FloatWeight, Grouped4, Grouped8, Int8Rows, Pac
 from pallas_kernels.ragged_attention import xla
 
 EMBEDDING = "model.embed_tokens.weight"
-needs_native = pytest.mark.skipif(native.unavailable() is not None, reason="rows are taken by the native kernels")
+needs_native = pytest.mark.skipif(native.unavailable() is not None, reason="it takes the native kernels")
 
 
 def make_parts(*encodings, num_in=64, name="x"):
@@ -137,6 +137,7 @@ def test_any_model_is_quantised_as_it_is_loaded(tiny_hf, layout, kinds):
     assert len(noted) == 2 * 4 + (layout != "int8_rows")
 
 
+@needs_native
 @pytest.mark.parametrize("layout", ["int4", "packed_bf16"])
 def test_packed_weights_are_one_leaf_in_their_order_of_use(tiny_hf, layout):
     model = load_model(tiny_hf(), dtype="float32", backend=xla.BACKEND, layout=layout)
