@@ -112,8 +112,7 @@ class Waiting(NamedTuple):
 class State(NamedTuple):
     """Everything the scheduler knows. (NamedTuple: five are made per step, at a third of a frozen dataclass's cost.)
 
-    `running` is in order of priority, then arrival; `in_flight` plans are in order
-    of execution.
+    `running` is in order of priority, then arrival; `in_flight` plans are in order of execution.
 
     `config_since` is the first plan to which the present configuration applies.
 

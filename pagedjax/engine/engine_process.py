@@ -103,8 +103,9 @@ class Office:
         """Take in what comes, until the connection ends; then this process does."""
         try:
             while pieces := self._end.receive():
-                for message in [message for piece in pieces for message in unpack_commands(piece)]:
-                    self._take(message)
+                for piece in pieces:
+                    for message in unpack_commands(piece):
+                        self._take(message)
         except OSError:
             pass
         except BaseException:

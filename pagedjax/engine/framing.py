@@ -1,5 +1,5 @@
 """Messages of bytes over a socket between two processes: one end waits for them on threads, the other has an event
-loop, which is woken once a message and needs no thread for it.
+loop, which is woken once a piece, of one message or several, and needs no thread for it.
 
 Each message comes behind its length. Both ends are one program of one start, and nobody else has the socket.
 """
@@ -56,8 +56,8 @@ class WaitingEnd:
 
 
 class LoopEnd(asyncio.Protocol):
-    """For an event loop: `take` gets each message, and `lose` is called once, when the other end is gone or this one
-    was closed."""
+    """For an event loop: `take` gets each message until this end is closed, by `take` itself too; `lose` is called
+    once, when the other end is gone or this one was closed."""
 
     def __init__(self, take: Take, lose: Lose) -> None:
         self._take, self._lose = take, lose
@@ -85,7 +85,10 @@ class LoopEnd(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
         for message in self._inbox.feed(data):
+            if self._transport.is_closing():
+                return
             self._take(message)
 
     def connection_lost(self, _error: Exception | None) -> None:

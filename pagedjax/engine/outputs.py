@@ -17,7 +17,7 @@ class EngineError(Exception):
 
 class Delta(NamedTuple):
     """What one sequence of a request gained in one step. (NamedTuple: two are made per row and step, one of them behind
-    the pipe, at a quarter of a frozen dataclass's cost.)
+    the socket, at a quarter of a frozen dataclass's cost.)
 
     `logprobs` has one entry a token, where asked for. `cumulative_logprob` is that of the whole sequence, where it is
     known without them (beams).

@@ -53,8 +53,8 @@ class ProcessLink:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._end: LoopEnd | None = None
         self._outbox: Outbox[ToEngine] = Outbox(self._write)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[Facts] | None = None
+        # Only so that the task lives: the event loop alone would let it go.
         self._losing: asyncio.Task[None] | None = None
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
@@ -68,23 +68,16 @@ class ProcessLink:
         return None if self._process is None else self._process.pid
 
     async def start(self, hear: Hear) -> Facts:
-        self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
+        self._ready = asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
-        # Threads and devices do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        args = theirs, self._config, self._build, logs.levels()
-        self._process = context.Process(target=engine_process.main, args=args, name="pagedjax-engine", daemon=True)
-        self._process.start()
-        # The engine's process has the only other end, so that its death is the end of the connection.
-        theirs.close()
-        self._end = await LoopEnd.open(ours, lambda data: self._read(data, hear), lambda: self._begin_losing(hear))
         try:
+            # The engine's process has the only other end, so that its death is the end of the connection.
+            with theirs:
+                self._process = self._spawned(theirs)
+            self._end = await LoopEnd.open(ours, lambda data: self._read(data, hear), lambda: self._begin_losing(hear))
             return await self._ready
-        except asyncio.CancelledError:
-            self._is_stopping = True
-            self._process.kill()
-            self._end.close()
+        except BaseException:
+            self._give_up(ours)
             raise
 
     def send(self, command: Command) -> None:
@@ -98,9 +91,8 @@ class ProcessLink:
         """Raises EngineError where there is nobody any more to answer."""
         if self._is_lost or self._is_stopping:
             raise EngineError("the engine's process has ended")
-        assert self._loop is not None
         ask = Ask(next(self._numbers), pickle.dumps(question))
-        answer = self._questions[ask.number] = self._loop.create_future()
+        answer = self._questions[ask.number] = asyncio.get_running_loop().create_future()
         self._outbox.put(ask)
         try:
             value: T = pickle.loads(await answer)
@@ -127,20 +119,39 @@ class ProcessLink:
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         self._end.close()
 
+    def _spawned(self, connection: socket.socket) -> multiprocessing.process.BaseProcess:
+        # Threads and devices do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        args = connection, self._config, self._build, logs.levels()
+        process = context.Process(target=engine_process.main, args=args, name="pagedjax-engine", daemon=True)
+        process.start()
+        return process
+
+    def _give_up(self, connection: socket.socket) -> None:
+        """Leave nothing of a start that has come to nothing, however far it got."""
+        assert self._ready is not None
+        self._is_stopping = True
+        self._ready.cancel()
+        if self._process is not None:
+            self._process.kill()
+        if self._end is not None:
+            self._end.close()
+        connection.close()
+
     def _write(self, messages: list[ToEngine]) -> None:
         if not self._is_lost:
             assert self._end is not None
             self._end.send(pack_commands(messages))
 
     def _read(self, data: bytes, hear: Hear) -> None:
+        """A report that cannot be taken in ends the connection, and with it the process and all requests: streams that
+        lack some of their text must not end as if they were whole."""
         assert self._end is not None
         try:
-            message = unpack(data)
+            self._take(unpack(data), hear)
         except Exception:
-            logger.exception("event=report_unreadable")
+            logger.exception("event=report_not_taken")
             self._end.close()
-            return
-        self._take(message, hear)
 
     def _take(self, message: FromEngine, hear: Hear) -> None:
         assert self._ready is not None

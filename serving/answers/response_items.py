@@ -29,7 +29,7 @@ class _Item:
 
 
 class Items:
-    """`finished` are the items that are whole, in order; at most one more is being written."""
+    """`finished` are the items to which nothing is added, in order; at most one more is being written."""
 
     def __init__(self, response_id: str) -> None:
         self.finished: list[dict[str, Any]] = []
@@ -71,6 +71,12 @@ class Items:
         """Nothing more comes: what is open ends with this status. An output without anything is an empty message."""
         events = [] if self._open or self.finished else self.begin_message()
         return [*events, *self._close(status)]
+
+    def break_off(self) -> None:
+        """Nothing more comes, and what is open was not finished: it is incomplete, and no event calls it done."""
+        if self._open is not None:
+            self.finished.append(self._open.shown("incomplete"))
+            self._open = None
 
     def _close(self, status: str) -> Events:
         item = self._open

@@ -50,8 +50,10 @@ class ResponseRendering:
         return self._events([*events, (f"response.{status}", {"response": self._response(status, usage)})])
 
     def failure(self, error: Mapping[str, Any]) -> bytes:
-        """What is there so far, and what went wrong: OpenAI's codes have one for all faults of a server."""
-        events = self._items.end("incomplete")
+        """What is there so far, held back or not, and what went wrong: OpenAI's codes have one for all faults of a
+        server."""
+        events = self._grown("", (), is_last=True) if self._reason is None else []
+        self._items.break_off()
         failed = self._response("failed", None) | {"error": {"code": "server_error", "message": error["message"]}}
         return self._events([*events, ("response.failed", {"response": failed})])
 

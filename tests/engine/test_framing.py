@@ -5,6 +5,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import uvloop
 
 from pagedjax.engine.framing import Inbox, LoopEnd, WaitingEnd
 
@@ -77,3 +78,24 @@ def test_sending_where_nobody_is_raises():
     theirs.close()
     with ours, pytest.raises(BrokenPipeError):
         WaitingEnd(ours).send(b"a")
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_nothing_is_taken_behind_a_message_at_which_this_end_was_closed(new_loop):
+    async def main():
+        ours, theirs = socket.socketpair()
+        taken, lost = [], asyncio.Event()
+
+        def take(message):
+            taken.append(message)
+            if message == b"bad":
+                end.close()
+
+        end = await LoopEnd.open(ours, take, lost.set)
+        with theirs:
+            theirs.sendall(b"".join(len(word).to_bytes(8, "big") + word for word in (b"good", b"bad", b"good")))
+            await asyncio.wait_for(lost.wait(), 20)
+        return taken
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(main()) == [b"good", b"bad"]

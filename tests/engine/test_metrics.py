@@ -1,7 +1,7 @@
 """Every series that tells of preemption, swapping and tenants moves when what it counts happens in the engine."""
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from pagedjax.core.errors import RequestError
 from pagedjax.core.request import SamplingParams
@@ -174,7 +174,8 @@ def test_names_are_prometheus_own(swapped):
 
 
 @pytest.mark.parametrize("seen", [[], [0.005], [0.001, 0.005, 0.0050001, 0.04, 7.0, 7.0]])
-def test_a_histogram_in_bulk_shows_what_the_clients_own_shows(seen):
+def test_a_histogram_in_bulk_shows_what_the_clients_own_shows(seen, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1_790_000_000.5)
     bounds = (0.005, 0.04, 2.0)
     registry, other = CollectorRegistry(), CollectorRegistry()
     expected = Histogram("seconds", "Some.", buckets=bounds, registry=registry)
@@ -184,8 +185,11 @@ def test_a_histogram_in_bulk_shows_what_the_clients_own_shows(seen):
         found.observe(value, seen.count(value))
     for value in seen:
         expected.observe(value)
-    shown = [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+    shown = generate_latest(registry).decode().splitlines()
+    assert "seconds_created 1.7900000005e+09" in shown
     assert generate_latest(other).decode().splitlines() == shown
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        Counter("seconds_count", "Others.", registry=other)
 
 
 def test_every_token_but_the_first_is_a_gap_between_tokens():

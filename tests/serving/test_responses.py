@@ -85,16 +85,23 @@ def test_events_add_up_to_the_whole_answer(client, fields):
     assert (final["usage"], final["status"]) == (whole["usage"], whole["status"])
 
 
-@pytest.mark.parametrize("reply", [["Hel", "lo"], [TEXT[:40], TEXT[40:]]])
-def test_a_stream_that_fails_ends_with_the_failed_response(client_of, FakeEngine, reply):
-    engine = FakeEngine(reply, fail_after=1)
+@pytest.mark.parametrize("begun", ["Hel", "I look. <tool_c", TEXT[:40], TEXT[:60]])
+def test_a_stream_that_fails_ends_with_the_failed_response(client_of, FakeEngine, begun):
+    engine = FakeEngine([begun, "more"], fail_after=1)
     events = [body for _, body in read(ask(client_of(engine), stream=True, tools=[TIME]))]
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
     (last,) = [event for event in events if event["type"] in ("response.failed", "response.completed", "error")]
     assert last is events[-1] and last["response"]["status"] == "failed"
     assert last["response"]["error"]["code"] == "server_error"
-    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
+    *whole, broken = last["response"]["output"]
+    assert [item["status"] for item in whole] == ["completed"] * len(whole) and broken["status"] == "incomplete"
+    own = [event for event in events if event.get("item_id") == broken["id"]]
+    assert not [event for event in own if event["type"].endswith(".done")]
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole
+    written = broken["arguments"] if "arguments" in broken else broken["content"][0]["text"]
+    assert written and written == "".join(event["delta"] for event in own if "delta" in event)
+    assert begun.endswith(written)
     assert "secret" not in json.dumps(events) and engine.aborted
 
 
