@@ -109,6 +109,8 @@ class Service:
         if self._draining:
             raise RequestError("the server is shutting down and takes no new requests", code="draining")
         self.check_loaded()
+        if not self.engine.is_alive():
+            raise RequestError("the engine has stopped; the server ends, and takes no new requests", code="not_ready")
 
     def check_loaded(self) -> None:
         if self.is_loading():

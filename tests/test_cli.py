@@ -190,6 +190,15 @@ def test_info_of_kernels_refuses_what_it_cannot_answer(words, complaint, capsys)
     assert complaint in capsys.readouterr().err
 
 
+def test_info_of_kernels_names_a_variable_that_means_nothing_and_no_option_beside_it(monkeypatch, capsys):
+    def refuse():
+        raise ValueError("PAGEDJAX_NATIVE=mmx is none of off")
+
+    monkeypatch.setattr("pallas_kernels.native.unavailable", refuse)
+    assert cli.run(["info", "--kernels", "--model", "llama-3.1-8b"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("PAGEDJAX_NATIVE=mmx is none of off")
+
+
 @pytest.mark.parametrize("model", ["nosuch", "", "/nowhere/model.gguf"])
 def test_serve_refuses_a_model_that_is_nowhere_before_it_takes_a_port(model, monkeypatch, capsys):
     monkeypatch.setattr("serving.server.serve", lambda *_, **__: pytest.fail("a server was started"))

@@ -1,5 +1,6 @@
 """Generated pages are current, and links between pages lead somewhere."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -14,6 +15,17 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 def test_generated_page_is_current(name):
     page = runpy.run_path(str(ROOT / "docs" / f"generate_{name}.py"))["page"]()
     assert (ROOT / "docs" / f"{name}.md").read_text() == page, f"run python docs/generate_{name}.py"
+
+
+def test_the_picture_of_the_figures_is_drawn_from_the_results():
+    script = runpy.run_path(str(ROOT / "docs" / "generate_performance.py"))
+    peers, roofline = (
+        json.loads((script["RESULTS"] / name).read_text()) for name in ("peers_vllm.json", "roofline.json")
+    )
+    beside, steps = script["draw"](peers, roofline).axes
+    rates = [engine["out tok/s"] for engines in peers["medians"].values() for engine in engines.values()]
+    assert {text.get_text() for text in beside.texts} == {f"{rate:.0f}" for rate in rates}
+    assert len(steps.patches) == len(roofline["steps"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -32,13 +32,17 @@ def report(model: str, *, dtype: str, kv_cache_dtype: str, block_size: int, gpu:
 def _target(gpu: str | None) -> Target:
     import jax
 
-    from pallas_kernels import dispatch
+    from pallas_kernels import dispatch, native
 
     if gpu is not None:
         major, _, minor = gpu.partition(".")
         if not (major.isdigit() and minor.isdigit()):
             raise ConfigError(f"{gpu!r} is no compute capability such as 9.0 or 8.0; set --gpu")
         return Target("gpu", (int(major), int(minor)), f"a GPU of compute capability {gpu}")
+    try:
+        native.unavailable()
+    except ValueError as error:  # a variable of the environment
+        raise ConfigError(str(error)) from error
     device = jax.devices()[0]
     return Target(jax.default_backend(), dispatch.capability_of(device), device.device_kind)
 

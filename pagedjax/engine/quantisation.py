@@ -47,13 +47,13 @@ def choose_layout(
 def _asked(quantization: Literal["int8", "int4"], missing: str | None) -> WeightChoice:
     if missing is None:
         return WeightChoice(quantization, "it is asked for", MappingProxyType({}))
-    reasons = [f"it needs the native kernels: {missing}"]
+    reasons, against = [f"it needs the native kernels: {missing}"], matmul.not_in_rows()
     if quantization == "int8":
-        against = matmul.not_in_rows()
         if against is None:
             return WeightChoice("int8_rows", "int8 is asked for", MappingProxyType({"int8": reasons[0]}))
         reasons.append(f"and as for rows of 8 bits, {against}")
-    raise ConfigError(f"quantization {quantization} cannot be had: {'; '.join(reasons)}; set --quantization none")
+    others = "none" if against else "int8 or none"
+    raise ConfigError(f"quantization {quantization} cannot be had: {'; '.join(reasons)}; set --quantization {others}")
 
 
 def _against_groups(quantization: Quantization, asked_dtype: str, quantised: list[str]) -> str | None:

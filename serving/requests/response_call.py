@@ -144,7 +144,7 @@ def _text(value: Any, name: str) -> Any:
     inner = {key: entry for key, entry in given.items() if key != "type"}
     if "schema" not in inner:
         raise RequestError(f"{where}.schema is required", param=f"{where}.schema", code="missing_required_parameter")
-    return shapes.response_format({"type": "json_schema", "json_schema": inner}, where)
+    return shapes.named_schema(inner, where, where)
 
 
 def _include(value: Any, name: str) -> list[str]:

@@ -24,11 +24,15 @@ def response_format(value: Any, name: str) -> StructuredOutputsParams | None:
     if kind != "json_schema":
         raise fields.unsupported(f"{name}.type", kind)
     given = known_fields(value, {"type": string, "json_schema": record}, f"{name}.")
-    inner = f"{name}.json_schema."
+    return named_schema(required(given, "json_schema", f"{name}."), f"{name}.json_schema", name)
+
+
+def named_schema(value: dict[str, Any], where: str, name: str) -> StructuredOutputsParams:
+    """A schema with its name, found at `where` in the field `name`."""
     known: dict[str, Check] = {"name": string, "description": string, "schema": schema, "strict": boolean}
-    schema_fields = known_fields(required(given, "json_schema", f"{name}."), known, inner)
-    required(schema_fields, "name", inner)
-    return StructuredOutputsParams(json=schema_fields.get("schema", {}), param=name)
+    given = known_fields(value, known, f"{where}.")
+    required(given, "name", f"{where}.")
+    return StructuredOutputsParams(json=given.get("schema", {}), param=name)
 
 
 def structured_outputs(value: Any, name: str) -> StructuredOutputsParams:

@@ -80,7 +80,7 @@ def test_bfloat16_pairs_of_sixteen_outputs_lie_together():
 def test_a_layout_that_rounds_is_never_chosen_for_float32():
     choice = preferred("float32", not_grouped="float32 is asked for")
     assert choice.name == "float"
-    assert set(choice.refused) == {"grouped", "packed_bf16"}
+    assert set(choice.refused) == {"grouped", "packed_bf16", "int8_rows"}
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
@@ -91,6 +91,6 @@ def test_native_layouts_are_chosen_for_bfloat16(reason, name):
 
 def test_without_native_kernels_the_reason_is_passed_on(monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: "no compiler")
-    choice = preferred("bfloat16", not_grouped=None)
+    choice = preferred("bfloat16", not_grouped="there are none")
     assert choice.name == "float"
     assert choice.refused["packed_bf16"] == "it needs the native kernels: no compiler"

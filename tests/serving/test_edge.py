@@ -244,6 +244,10 @@ def test_health_is_the_engine_s_life_and_ready_its_will_to_take_requests(client,
     assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 503)
     engine.alive = False
     assert client.get("/health").status_code == 503
+    answer = client.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+    assert "retry-after" in answer.headers
+    assert engine.submitted == []
 
 
 def test_a_draining_server_is_alive_unready_and_takes_nothing_new(client):

@@ -254,7 +254,7 @@ def test_a_process_that_crashes_in_a_step_leaves_the_server_s_own_metrics(servin
         shown = httpx.get(f"{server.url}/metrics").text
         again = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert "pagedjax_engine_up 0.0" in shown and "pagedjax_http_requests_total" in shown
-    assert again.status_code == 500
+    assert again.status_code == 503
 
 
 def test_a_question_that_cannot_be_sent_or_answered_is_the_asker_s_alone():

@@ -131,6 +131,7 @@ def test_a_stream_that_fails_ends_with_the_failed_response(client_of, FakeEngine
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
